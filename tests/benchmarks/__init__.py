@@ -1,0 +1,1 @@
+"""Speed bars: ``python -m tests.benchmarks [--only kernels] [--quick]`` prints one table."""
