@@ -9,6 +9,7 @@ import re
 import typing
 from collections.abc import Iterator
 
+from sao_jax import lexicon
 from sao_jax.config import Config, ConfigError
 
 _CHOICES = {
@@ -17,10 +18,10 @@ _CHOICES = {
   "model.remat": ("none", "full"),
   "model.param_dtype": ("float32", "bfloat16"),
   "model.compute_dtype": ("float32", "bfloat16"),
-  "env.name": ("math_tool",),
+  "env.name": ("math_tool", "online_writing"),
   "weights.source": ("random", "smollm2", "gguf"),
   "chat.format": ("char", "chatml", "plain"),
-  "task.source": ("arithmetic", "jsonl"),
+  "task.source": ("arithmetic", "jsonl", "writing"),
   "task.kind": ("expression", "word_problem", "mix", "sum"),
   "env.answer": ("tag", "line", "boxed"),
   "env.grade": ("exact", "math"),
@@ -58,6 +59,10 @@ _MAY_BE_ZERO = (
   *("evaluate.every", "evaluate.top_k", "checkpoint.keep_every", "report.trajectories_every"),
 )
 _MAY_BE_INFINITE = {"critic.min_explained_variance": -math.inf, "loss.eps_high": math.inf}
+_FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")  # env.judge
+# What writing alone reads, and what it does not read.
+_OF_WRITING = ("env.judge", "task.styles", "task.phase_length")
+_UNREAD = "env.answer env.grade env.max_observation task.kind task.difficulty task.digits".split()
 _LARGEST = 3.4e38  # of float32, in which everything is computed
 _SEEDS = ("seed", "task.shuffle_seed")
 _LARGEST_SEED = 2**32 - 1  # JAX makes no more of it
@@ -109,6 +114,7 @@ def check(config: Config) -> Config:
   _check_numbers(config)
   _check_sampling(config)
   _check_texts(config)
+  _check_env(config)
   _check_sizes(config)
   _check_model(config)
   _check_algorithm(config)
@@ -234,6 +240,35 @@ def _check_texts(config: Config) -> None:
     raise ConfigError(
       "env.answer = 'boxed' with chat.format = 'char', whose vocabulary has no backslash: no answer "
       "could be given. Set env.answer = 'tag' or another chat.format"
+    )
+
+
+def _check_env(config: Config) -> None:
+  env, task = config.env, config.task
+  writing = env.name == "online_writing"
+  if writing != (task.source == "writing"):
+    raise ConfigError(
+      f"env.name = {env.name!r} with task.source = {task.source!r}: 'online_writing' and 'writing' need "
+      "each other; change one of them"
+    )
+  fixed: dict[str, object] = {"env.tool": False, "env.max_turns": 1} if writing else {}
+  for path in _UNREAD if writing else _OF_WRITING:
+    fixed[path] = _get(Config(), path)
+  for path, value in fixed.items():
+    if (given := _get(config, path)) != value:
+      raise ConfigError(
+        f"{path} = {given!r} has no effect with env.name = {env.name!r}: set {path} = {value!r}"
+      )
+  if env.judge != "rules" and not _FACTORY.fullmatch(env.judge):
+    raise ConfigError(f"env.judge = {env.judge!r}: 'rules', or 'package.module:factory'")
+  if not task.styles or (env.judge == "rules" and not set(task.styles) <= set(lexicon.STYLES)):
+    raise ConfigError(
+      f"task.styles = {task.styles}: one or more of {', '.join(lexicon.STYLES)}, or another env.judge's"
+    )
+  if writing and config.value_pretrain.rollouts > task.phase_length:
+    raise ConfigError(
+      f"value_pretrain.rollouts = {config.value_pretrain.rollouts} exceeds task.phase_length = "
+      f"{task.phase_length}: the critic would be fitted to a style that is wanted later; lower it"
     )
 
 
@@ -396,7 +431,7 @@ def _check_advantage(config: Config) -> None:
 
 
 def _check_stages(config: Config) -> None:
-  if config.evaluate.problems > config.task.eval_size and config.task.source == "arithmetic":
+  if config.evaluate.problems > config.task.eval_size and config.task.source != "jsonl":
     raise ConfigError(
       f"evaluate.problems = {config.evaluate.problems} exceeds task.eval_size = "
       f"{config.task.eval_size}, the number of held-out problems; raise task.eval_size"

@@ -20,6 +20,7 @@ RANKS = {
   "checks": 2,
   "loader": 3,
   "latex": 2,
+  "lexicon": 1,
   "kernels": 2,
   "optim": 2,
   "sharding": 2,
