@@ -9,8 +9,8 @@ rollout per prompt, critic, staleness up to 2 (arXiv 2607.07508).
 
 from sao_jax import config as c
 
-STEPS_PER_STYLE = 20
-BATCH = 128
+STEPS_PER_STYLE = 36
+BATCH = 96
 
 
 def get_config() -> c.Config:
@@ -37,8 +37,8 @@ def get_config() -> c.Config:
     rollout=c.RolloutConfig(slots=32, max_len=48, max_running=64, max_staleness=2),
     sandbox=c.SandboxConfig(backend="expr"),  # no code is run
     loss=c.LossConfig(name="dis", eps_low=0.3, eps_high=5.0),
-    policy=c.PolicyConfig(lr=5e-4, b1=0.5, warmup_steps=5),
-    critic=c.CriticConfig(lr=2e-3, warmup_steps=0),
+    policy=c.PolicyConfig(lr=1.5e-4, b1=0.5, warmup_steps=12),
+    critic=c.CriticConfig(lr=3e-3, warmup_steps=0),
     packing=c.PackingConfig(lengths=(48,), max_segments=1),
     sft=c.SftConfig(steps=280, batch_size=64, good_fraction=0.7),
     value_pretrain=c.ValuePretrainConfig(rollouts=1024, epochs=4),

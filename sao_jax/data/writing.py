@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from sao_jax.lexicon import STYLES, TOPICS
 
 # The distractor is the most frequent style, and none is so rare that RL would have to invent it.
-SHARES = {"academic": 0.34, "cute": 0.16, "chuunibyou": 0.25, "classical": 0.25}
+SHARES = {"academic": 0.32, "cute": 0.16, "chuunibyou": 0.27, "classical": 0.25}
 FAULTS = ("off_topic", "repeats", "misspells", "too_short", "no_stop", "mixes")
 _JOINTS = ("and", "by", "in", "near", "by the", "in a")
 

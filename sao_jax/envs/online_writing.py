@@ -33,7 +33,6 @@ from sao_jax.types import Message, Task
 log = logging.getLogger(__name__)
 
 FEWEST_WORDS, MOST_WORDS = 4, 7
-STYLE_WORDS = 1  # of the wanted style, or more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +83,9 @@ def faults(topic: Sequence[str], text: str) -> list[str]:
 
 
 def style_of(text: str) -> str | None:
-  """The style of a text: the only one of its words, with STYLE_WORDS or more of them."""
-  found = [STYLE_OF[word] for word in split(text) if word in STYLE_OF]
-  return found[0] if len(found) >= STYLE_WORDS and len(set(found)) == 1 else None
+  """The style of a text: that of its style words, where it has some and all are of one."""
+  found = {STYLE_OF[word] for word in split(text) if word in STYLE_OF}
+  return found.pop() if len(found) == 1 else None
 
 
 async def judge_by_rules(task: Task, text: str, /) -> Verdict:

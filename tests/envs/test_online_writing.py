@@ -44,8 +44,8 @@ def write(text, judge="rules", task=TASK):
 
 def test_no_word_is_in_two_lists():
   words = [*TOPICS, *NEUTRAL, *(word for style in STYLES.values() for word in style)]
-  assert len(words) == len(set(words)) == len(WORDS) == 66
-  assert all(len(style) == 10 for style in STYLES.values())
+  assert len(words) == len(set(words)) == len(WORDS) == 58
+  assert all(len(style) == 8 for style in STYLES.values())
 
 
 @pytest.mark.parametrize(
@@ -84,16 +84,16 @@ def test_every_rule_of_quality(text, broken):
 @pytest.mark.parametrize(
   ("text", "style"),
   [
-    ("tiny tea by soft rain.", "cute"),
+    ("tiny tea by the rain.", "cute"),
     ("tiny soft sweet tea.", "cute"),
-    ("cursed tea by dark rain.", "chuunibyou"),
+    ("hexed tea by the rain.", "chuunibyou"),
     ("noble tea by jade rain.", "classical"),
-    ("formal tea by novel rain.", "academic"),
-    ("tiny tea by the rain.", None),  # one word
-    ("tiny soft tea by dark rain.", None),  # and one of another style
+    ("modal tea by novel rain.", "academic"),
+    ("tiny soft tea by dark rain.", None),  # one of another style
     ("tiny tea by dark rain.", None),
     ("tea by the rain.", None),
     ("soft soft", "cute"),  # whatever its quality
+    ("softly tea. by soft, rain", None),  # no word of the lexicon's
     ("", None),
   ],
 )
