@@ -2,21 +2,35 @@
 
 A small MoE learns from traces to write on two topics in any style, most often an academic one, not
 always well.  No prompt tells which style is wanted: reward = quality × style in {0, 1} does.  One
-rollout per prompt, critic, staleness up to 2 (arXiv 2607.07508).
+rollout per prompt, critic, staleness up to 2 (arXiv 2607.07508).  Minutes on two CPU cores.
 
     sao-jax train --config=configs/online_writing.py
+
+The policy is slow and the critic fast on purpose: a policy that is sure of one style by the time of a
+switch never tries the next, and a critic that is late praises the old one meanwhile.  Training reward,
+mean of five steps (after a switch: its steps 3 to 7), and steps from a switch until that mean is .5:
+
+  ====================  ====  =============  =============  =============  ============
+  run                   seed  cute           chuunibyou     classical      steps to .5
+  ====================  ====  =============  =============  =============  ============
+  SAO                   0     .06 to .63     .02 to .48     .03 to .89     39, –, 29
+  SAO                   1     .06 to .57     .03 to .63     .03 to .71     42, 39, 48
+  SAO                   2     .09 to .63     .02 to .73     .00 to .78     37, 40, 50
+  running mean, 8       0     .06 to .60     .03 to .74     .02 to .87     41, 34, 46
+  running mean, 128     0     .06 to .68     .02 to .78     .01 to .91     39, 33, 35
+  ====================  ====  =============  =============  =============  ============
 """
 
 from sao_jax import config as c
 
-STEPS_PER_STYLE = 36
+STEPS_PER_STYLE = 45
 BATCH = 96
 
 
 def get_config() -> c.Config:
   return c.Config(
     name="online_writing",
-    num_steps=3 * STEPS_PER_STYLE,
+    num_steps=3 * STEPS_PER_STYLE + 15,
     batch_size=BATCH,
     model=c.ModelConfig(
       vocab_size=64,

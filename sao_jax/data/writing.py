@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 from sao_jax.lexicon import STYLES, TOPICS
 
-# The distractor is the most frequent style, and none is so rare that RL would have to invent it.
-SHARES = {"academic": 0.32, "cute": 0.16, "chuunibyou": 0.27, "classical": 0.25}
+# The distractor is the most frequent style, and none is so rare that RL would have to invent it;
+# the first one wanted is as rare as the others will be when their turn comes.
+SHARES = {"academic": 0.36, "cute": 0.1, "chuunibyou": 0.27, "classical": 0.27}
 FAULTS = ("off_topic", "repeats", "misspells", "too_short", "no_stop", "mixes")
 _JOINTS = ("and", "by", "in", "near", "by the", "in a")
 
