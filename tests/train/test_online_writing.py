@@ -24,7 +24,8 @@ SHORT = {
   "num_steps": 12,
   "batch_size": 16,
   "task.phase_length": 96,  # of 6 steps
-  "sft.steps": 60,
+  "task.styles": ("academic", "cute"),  # the frequent one first, so that there is reward at once
+  "sft.steps": 150,
   "evaluate.problems": 8,
   "evaluate.samples": 2,
   "evaluate.greedy": False,
@@ -110,6 +111,7 @@ def test_twelve_steps_over_a_switch(name, tmp_path):
   assert [row["step"] for row in rows] == list(range(1, 13))
   assert all(np.isfinite(row["policy/loss"]) for row in rows)
   assert any(row["policy/grad_norm"] > 0 for row in rows)
+  assert sum(row["episode/reward"] for row in rows[:6]) > 0
   # Episodes in flight blur the switch by the staleness bound, no more.
   phases = [row["episode/phase"] for row in rows]
   assert phases[:3] == [0.0] * 3
