@@ -41,7 +41,8 @@ def known_model(config: Config) -> ModelConfig | None:
   """The architecture, where it is known before weights are read."""
   if config.weights.source == "gguf":
     return None
-  if config.weights.source == "random":
+  # Of a folder the shapes are those that the config names, and compared when it is read.
+  if config.weights.source in ("random", "huggingface"):
     return config.model
   model = smollm2_135m()
   if experts := config.weights.upcycle_experts:
@@ -56,8 +57,9 @@ def first_rates(config: Config) -> list[str]:
   stages: list[tuple[str, OptimizerConfig, int]] = [("policy", config.policy, config.num_steps)]
   if config.critic.enabled:
     stages.append(("critic", config.critic, config.num_steps))
-  if config.sft.steps:
-    stages.insert(0, ("sft", config.sft, config.sft.steps))
+  if config.sft.steps or config.sft.epochs:  # of a file the last step is not known yet
+    total = config.sft.steps or config.sft.warmup_steps + 1
+    stages.insert(0, ("sft", config.sft, total))
   if config.value_pretrain.rollouts or config.value_pretrain.path:
     stages.append(("value_pretrain", config.value_pretrain, config.num_steps))
   return [
