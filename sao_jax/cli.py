@@ -146,10 +146,10 @@ def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     for path, value in loader.leaves(config):
       print(f"{path} = {value!r}" + ("  # overridden" if path in overrides else ""))
     print(*_resolve("sao_jax.train.preview:preview")(config), sep="\n")
-    if problem := _sandbox_problem(config, command):
+    if problem := _missing(config, command):
       print(f"this run would be refused: {problem}")
     return 0
-  if problem := _sandbox_problem(config, command):
+  if problem := _missing(config, command):
     raise ConfigError(problem)
   _keep_compiled_programs()
   options = {name: getattr(arguments, name) for name in command.options}
@@ -157,9 +157,13 @@ def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
   return result if isinstance(result, int) else 0
 
 
-def _sandbox_problem(config: Any, command: Command) -> str:
-  """Why the sandbox that was asked for does not work here; found before hours of other stages."""
-  if not command.sandbox or config.sandbox.backend != "bwrap":
+def _missing(config: Any, command: Command) -> str:
+  """Why the tool that was asked for does not work here; found before hours of other stages."""
+  if not command.sandbox:
+    return ""
+  if config.env.name == "coding":
+    return "env.name = 'coding' is not written yet: this config resolves and does not run"
+  if config.sandbox.backend != "bwrap":
     return ""
   return _resolve("sao_jax.envs.sandbox:unavailable")(config.sandbox)
 

@@ -168,6 +168,8 @@ def make_env(config: EnvConfig, sandbox: Sandbox | None = None) -> Callable[[], 
   Raises:
     ValueError: an unknown environment, or a tool without a sandbox.
   """
+  if config.name == "coding":
+    raise ValueError("env.name = 'coding' is not written yet: its presets resolve and do not run")
   if config.name != "math_tool":
     raise ValueError(f"env.name = {config.name!r}: choose math_tool")
   MathTool(config, sandbox)  # refuses a bad configuration now, not in the first episode
