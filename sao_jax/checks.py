@@ -17,8 +17,8 @@ _CHOICES = {
   "model.remat": ("none", "full"),
   "model.param_dtype": ("float32", "bfloat16"),
   "model.compute_dtype": ("float32", "bfloat16"),
-  "env.name": ("math_tool",),
-  "weights.source": ("random", "smollm2", "gguf"),
+  "env.name": ("math_tool", "coding"),
+  "weights.source": ("random", "smollm2", "gguf", "huggingface"),
   "chat.format": ("char", "chatml", "plain"),
   "task.source": ("arithmetic", "jsonl"),
   "task.kind": ("expression", "word_problem", "mix", "sum"),
@@ -53,7 +53,13 @@ _ANY_SIGN = (
 )
 _MAY_BE_ZERO = (
   *("model.num_experts", "weights.upcycle_experts", "rollout.prefix_cache_mb", "packing.rows"),
-  *("rollout.top_k", "rollout.max_staleness", "sft.steps", "value_pretrain.rollouts"),
+  *(
+    "rollout.top_k",
+    "rollout.max_staleness",
+    "rollout.min_staleness",
+    "sft.steps",
+    "value_pretrain.rollouts",
+  ),
   *("critic.updates_per_step", "critic.only_steps", "sft.epochs", "value_pretrain.max_solutions"),
   *("evaluate.every", "evaluate.top_k", "checkpoint.keep_every", "report.trajectories_every"),
 )
@@ -189,6 +195,11 @@ def _check_sampling(config: Config) -> None:
     raise ConfigError(
       f"evaluate.temperature = {evaluated}: the engine samples at {least:g} to {most:g}; 0 is greedy, "
       "and below 0 means rollout.temperature"
+    )
+  if rollout.min_staleness > rollout.max_staleness:
+    raise ConfigError(
+      f"rollout.min_staleness = {rollout.min_staleness} exceeds rollout.max_staleness = "
+      f"{rollout.max_staleness}: no episode could be trained; raise rollout.max_staleness"
     )
   _check_running(config)
 
