@@ -25,6 +25,7 @@ _CHOICES = {
   "env.answer": ("tag", "line", "boxed"),
   "env.grade": ("exact", "math"),
   "sandbox.backend": ("auto", "bwrap", "expr", "unsafe"),
+  "rollout.compute_dtype": ("", "float32", "bfloat16"),
   "rollout.kv": ("keep", "recompute"),
   "rollout.stale": ("mask", "drop"),
   "rollout.truncation": ("terminal", "mask", "bootstrap"),

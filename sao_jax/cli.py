@@ -47,6 +47,9 @@ COMMANDS = {
   ),
 }
 REPORT = "one HTML page that explains a run, or lays several over each other"
+EXPERIMENT = (
+  "arms × seeds of runs, then a table with intervals and a figure; goes on where it was stopped"
+)
 
 EXAMPLE = """\
 example:
@@ -74,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     if arguments.command == "report":
       return _report(arguments, rest)
+    if arguments.command == "experiment":
+      return _experiment(arguments, rest)
     with _sigterm_asks_for_another_start():
       return _run(arguments, rest)
   except ConfigError as error:
@@ -131,6 +136,18 @@ def _parser() -> argparse.ArgumentParser:
   report = commands.add_parser("report", **formatted(help=REPORT, description=REPORT))
   report.add_argument("runs", nargs="+", metavar="RUN", help="run folder, such as runs/quickstart")
   report.add_argument("--out", metavar="FILE", help="default: report.html in the first run")
+  experiment = commands.add_parser(
+    "experiment", **formatted(help=EXPERIMENT, description=EXPERIMENT, epilog=STATUSES)
+  )
+  experiment.add_argument("path", metavar="FILE", help="such as configs/experiments/lag.py")
+  experiment.add_argument("--small", action="store_true", help="minutes: does every arm run")
+  experiment.add_argument("--seeds", metavar="0,1,…", help="instead of the experiment's")
+  experiment.add_argument(
+    "--jobs", type=int, default=1, help="runs at once; times then are of a shared machine"
+  )
+  experiment.add_argument(
+    "--out", default="", metavar="FOLDER", help="of table and figure; default: beside the runs"
+  )
   return parser
 
 
@@ -197,6 +214,21 @@ def _report(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
   if rest:
     raise ConfigError(f"unknown argument {rest[0]}: see sao-jax report --help")
   print(_resolve("sao_jax.train.report:write_report")(arguments.runs, arguments.out))
+  return 0
+
+
+def _experiment(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+  from sao_jax.config import ConfigError
+
+  if rest:
+    raise ConfigError(f"unknown argument {rest[0]}: see sao-jax experiment --help")
+  try:
+    seeds = [int(x) for x in arguments.seeds.split(",")] if arguments.seeds else None
+  except ValueError as error:
+    raise ConfigError(f"--seeds={arguments.seeds}: numbers with commas between them") from error
+  _keep_compiled_programs()
+  options = {"small": arguments.small, "seeds": seeds, "jobs": arguments.jobs, "out": arguments.out}
+  _resolve("sao_jax.train.experiment:run_experiment")(arguments.path, **options)
   return 0
 
 

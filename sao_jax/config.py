@@ -117,6 +117,7 @@ class RolloutConfig:
   temperature: float = 1.0
   top_k: int = 0
   top_p: float = 1.0
+  compute_dtype: str = ""  # of the engine; "" = the model's
   kv: str = "keep"  # keep | recompute: what new weights do to old keys and values
   steps_per_call: int = 1  # tokens per Driver step; > 1 pays for tiny models only
   max_inflight: int = 1
