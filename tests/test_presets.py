@@ -107,6 +107,7 @@ def test_no_preset_is_without_its_numbers():
   assert {path.stem for path in CONFIGS.glob("*qwen*.py")} == set(PUBLISHED)
 
 
+@pytest.mark.slow  # each is a process of its own
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_resolves_without_being_built(name):
   command = "sft" if name.startswith("sft") else "train"

@@ -1,7 +1,11 @@
 """Folders that transformers writes are read: what was exported is the same policy again."""
 
 import dataclasses
+import functools
 import json
+import pathlib
+import shutil
+import tempfile
 
 import jax
 import numpy as np
@@ -17,9 +21,16 @@ from tests.models.test_export import CHAT, VARIANTS, model
 from tests.models.test_huggingface import IDS, logits
 
 
-def exported(path, variant="qwen3", **options):
-  config, params = model(**VARIANTS[variant], **options)
-  return config, params, export_policy(path / "out", config, params, CHAT)
+@functools.cache
+def made(variant):
+  config, params = model(**VARIANTS[variant])
+  scratch = tempfile.TemporaryDirectory()  # removed when this is forgotten
+  return config, params, export_policy(f"{scratch.name}/out", config, params, CHAT), scratch
+
+
+def exported(path, variant="qwen3"):
+  config, params, folder, _ = made(variant)
+  return config, params, pathlib.Path(shutil.copytree(folder, path / "out"))
 
 
 def edit(path, **changes):
