@@ -37,6 +37,7 @@ SMALL: dict[str, Any] = {
   "model.d_ff": 32,
   "task.difficulty": 2,
   "task.digits": 1,
+  "task.eval_size": 8,
   "sft.steps": 120,
   "sft.batch_size": 16,
   "sft.lr": 1e-2,
