@@ -77,9 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     if arguments.command == "report":
       return _report(arguments, rest)
-    if arguments.command == "experiment":
-      return _experiment(arguments, rest)
     with _sigterm_asks_for_another_start():
+      if arguments.command == "experiment":
+        return _experiment(arguments, rest)
       return _run(arguments, rest)
   except ConfigError as error:
     say(error)

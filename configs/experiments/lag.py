@@ -3,7 +3,8 @@
     sao-jax experiment configs/experiments/lag.py
 
 GRPO, VAPO, GRPO with the DIS mask and SAO, each at a forced staleness of 0, 4 and 16: a batch is
-trained when as many wait behind it (rollout.min_staleness), all of it sampled so many versions ago.
+trained when as many wait behind it (rollout.min_staleness).  The first d steps are the way there: what
+is trained at step k < d was sampled k versions ago.
 """
 
 from pathlib import Path
@@ -40,5 +41,6 @@ def get_experiment() -> Experiment:
     baseline="sao d=0",
     compared="held-out reward",
     curves=("episode/reward", "loss/masked", "policy/entropy", "ratio/kl"),
+    changes={"num_steps": 80},
     small=SMALL,
   )

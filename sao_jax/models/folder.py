@@ -25,7 +25,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
   "attention_bias": (False, None),
   "mlp_bias": (False, None),
   "use_sliding_window": (False, None),
-  "norm_topk_prob": (True, None),
   "decoder_sparse_step": (1, None),
   "mlp_only_layers": ([], None),
 }
@@ -41,7 +40,7 @@ def load_folder(
   sliding windows, layers of another kind) that the Transformer does not have, and tensors that are
   not those of the architecture.
   """
-  config = model_config(_json(folder / "config.json"), base)
+  config = read_config(folder, base)
   try:
     parts = _Parts(folder, tied=config.tie_embeddings)
     params = huggingface.params_from_tensors(config, parts, huggingface.huggingface_table(config))
@@ -56,6 +55,11 @@ def load_folder(
     raise CheckpointError(f"{path} is no tokenizer: {error}") from error
 
 
+def read_config(folder: pathlib.Path, base: ModelConfig | None = None) -> ModelConfig:
+  """The architecture alone; raises as ``load_folder`` does."""
+  return model_config(_json(folder / "config.json"), base)
+
+
 def model_config(document: Mapping[str, Any], base: ModelConfig | None = None) -> ModelConfig:
   """The ModelConfig that a config.json describes; raises as ``load_folder`` does."""
   kind = document.get("model_type")
@@ -65,7 +69,10 @@ def model_config(document: Mapping[str, Any], base: ModelConfig | None = None) -
     )
   _refuse_options(document, kind)
   heads = document["num_attention_heads"]
-  experts = document.get("num_local_experts" if kind == "mixtral" else "num_experts", 0)
+  # transformers 5 writes Mixtral's name for Qwen3's too.
+  experts = document.get("num_experts") or document.get("num_local_experts") or 0
+  if kind in ("qwen3_moe", "mixtral") and not experts:
+    raise CheckpointError(f"config.json of a {kind} model says not how many experts it has")
   width = "moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"
   try:
     return dataclasses.replace(
@@ -98,6 +105,8 @@ def _refuse_options(document: Mapping[str, Any], kind: str) -> None:
   neutral = dict(_NEUTRAL)
   if kind == "mixtral":
     neutral["sliding_window"] = (None,)
+  if kind == "qwen3_moe":
+    neutral["norm_topk_prob"] = (True,)  # left out it means False
   for name, allowed in neutral.items():
     if (value := document.get(name)) not in allowed:
       raise CheckpointError(

@@ -31,7 +31,7 @@ SMOLLM2_BYTES = 98_362_432
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 _FETCH_SECONDS = 1800
-_ARCHITECTURE_FIELDS = (
+ARCHITECTURE_FIELDS = (
   *("vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff"),
   *("num_experts", "experts_per_token", "qk_norm", "qkv_bias", "tie_embeddings"),
   *("rope_theta", "norm_eps"),
@@ -100,7 +100,7 @@ def _check_agreement(asked: ModelConfig, loaded: ModelConfig) -> None:
   default = ModelConfig()
   wrong = [
     f"model.{name} = {getattr(asked, name)!r}, checkpoint has {getattr(loaded, name)!r}"
-    for name in _ARCHITECTURE_FIELDS
+    for name in ARCHITECTURE_FIELDS
     if getattr(asked, name) not in (getattr(default, name), getattr(loaded, name))
   ]
   if wrong:

@@ -50,7 +50,7 @@ class TrajectoryQueue:
       such episodes whole.
     group_size: rollouts of one prompt; a group is handed out when all of it has finished.
     min_staleness: a batch is handed out only when this many more wait behind it, so that its
-      episodes were started at least as many versions ago.
+      episodes were started at least as many versions ago (at step k of a new run, min(k, that)).
   """
 
   def __init__(

@@ -275,7 +275,9 @@ class Checkpoints:
     try:
       expected = json.loads(self._manifest(step).read_text())
     except (FileNotFoundError, ValueError):
-      return False  # killed just before it was written
+      expected = None
+    if not isinstance(expected, dict):
+      return False  # killed just before it was written, or damaged itself
     try:
       actual = _digests(self._step_folder(step))
     except OSError as error:

@@ -22,6 +22,7 @@ from typing import Any
 from sao_jax import loader
 from sao_jax.config import Config, ConfigError
 from sao_jax.outcome import EXIT_AGAIN, Preempted, RunFailed
+from sao_jax.train.folder import read_object
 from sao_jax.train.identity import plain, sft_settings, value_settings
 from sao_jax.train.jsonlines import read_rows, write_whole
 from sao_jax.train.preemption import Preemption
@@ -112,12 +113,13 @@ class Cell:
 
   def done(self) -> bool:
     """Whether it is complete; raises ConfigError if it was made with other settings."""
-    results, start = (self.config.folder / name for name in ("results.json", "run.json"))
-    if not results.is_file():
+    results, start = (
+      read_object(self.config.folder / name, lambda text: None)  # damaged: not done
+      for name in ("results.json", "run.json")
+    )
+    if results.get("step") != self.config.num_steps or "config" not in start:
       return False
-    if json.loads(results.read_text()).get("step") != self.config.num_steps:
-      return False
-    had = json.loads(start.read_text())["config"]
+    had = start["config"]
     wants = plain(dict(loader.leaves(self.config)))
     changed = [f"{p} = {had.get(p)!r}, now {wants[p]!r}" for p in wants if had.get(p) != wants[p]]
     if changed:
@@ -135,13 +137,19 @@ def read(path: str) -> Experiment:
     known = sorted(map(str, Path("configs/experiments").glob("*.py")))
     hint = f" Found here: {', '.join(known)}." if known else ""
     raise ConfigError(f"{path}: no such file (from {Path.cwd()}).{hint}")
-  make = runpy.run_path(str(file), run_name="experiment").get("get_experiment")
-  experiment = make() if make is not None else None
+  try:
+    make = runpy.run_path(str(file), run_name="experiment").get("get_experiment")
+    experiment = make() if make is not None else None
+  except Exception as error:
+    raise ConfigError(f"{path}: {loader.where(error, file)}") from error
   if not isinstance(experiment, Experiment):
     raise ConfigError(f"{path}: the file has no get_experiment() that returns an Experiment")
   names = [arm.name for arm in experiment.arms]
-  if len(set(names)) < len(names):
-    raise ConfigError(f"{path}: two arms have the same name: {', '.join(names)}")
+  for name in (experiment.name, *names):
+    if Path(name).name != name:
+      raise ConfigError(f"{path}: {name!r} names a folder or file: leave slashes out")
+  if len({folder_name(name) for name in names}) < len(names):
+    raise ConfigError(f"{path}: two arms have the same name, or folder: {', '.join(names)}")
   if experiment.baseline not in names:
     raise ConfigError(f"{path}: baseline = {experiment.baseline!r} is none of {', '.join(names)}")
   if experiment.compared not in experiment.columns:
@@ -149,6 +157,10 @@ def read(path: str) -> Experiment:
       f"{path}: compared = {experiment.compared!r} is none of {', '.join(experiment.columns)}"
     )
   return experiment
+
+
+def folder_name(arm: str) -> str:
+  return arm.replace(" ", "-")
 
 
 def cells(experiment: Experiment, folder: Path, seeds: Sequence[int], small: bool) -> list[Cell]:
@@ -159,7 +171,7 @@ def cells(experiment: Experiment, folder: Path, seeds: Sequence[int], small: boo
       changes = {**experiment.changes, **arm.changes}
       if small:
         changes |= _of_its_stages(experiment.small, loader.load(str(arm.config), changes))
-      run_dir = str(folder / f"{arm.name.replace(' ', '-')}-seed{seed}")
+      run_dir = str(folder / f"{folder_name(arm.name)}-seed{seed}")
       overrides = changes | {"seed": seed, "run_dir": run_dir, "report.enabled": False}
       config = loader.load(str(arm.config), overrides)
       found.append(Cell(arm.name, seed, str(arm.config), overrides, config))
@@ -194,13 +206,13 @@ def run_experiment(
 
   Raises:
     ConfigError: the file, an arm, or a finished run of other settings.
-    RunFailed: no run of an arm came to its end.
+    RunFailed: no run came to its end, or one lacks what a column is made of.
     Preempted: stopped by SIGTERM; the same command goes on.
   """
   experiment = read(path)
   seeds = list(seeds if seeds is not None else experiment.seeds[:1] if small else experiment.seeds)
-  if jobs < 1 or not seeds:
-    raise ConfigError(f"jobs = {jobs} and seeds = {seeds}: one or more of each")
+  if jobs < 1 or not seeds or len(set(seeds)) < len(seeds):
+    raise ConfigError(f"jobs = {jobs} and seeds = {seeds}: one or more of each, no seed twice")
   folder = Path("runs/experiments") / (experiment.name + ("-small" if small else ""))
   every = cells(experiment, folder, seeds, small)
   left = [cell for cell in every if not cell.done()]
@@ -253,8 +265,12 @@ def _run_all(
     )
 
   with stop.listening(), ThreadPoolExecutor(jobs) as pool:
-    for future in [pool.submit(run, cell) for cell in left]:
-      future.result()
+    try:
+      for future in [pool.submit(run, cell) for cell in left]:
+        future.result()
+    except BaseException:  # ctrl-C: those that wait are not begun, those that run save and leave
+      stop.requested.set()
+      raise
   if stop.requested.is_set():
     raise Preempted(f"{finished} of {len(left)} runs of this experiment are done")
   return failures
@@ -265,7 +281,10 @@ def _run_one(cell: Cell, stop: threading.Event) -> int:
   folder = cell.config.folder
   folder.mkdir(parents=True, exist_ok=True)
   with (folder / "console.log").open("a") as log:
-    process = subprocess.Popen(cell.command(), stdout=log, stderr=subprocess.STDOUT)
+    # A session of its own: ctrl-C is for the experiment, which lets its runs save.
+    process = subprocess.Popen(
+      cell.command(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
     try:
       while process.poll() is None:
         if stop.is_set():
@@ -307,16 +326,14 @@ def _share_stages(cell: Cell, every: Sequence[Cell]) -> None:
 def collect(experiment: Experiment, every: Sequence[Cell], failures: Mapping[str, str]) -> Results:
   """The rows of every run that came to its end.
 
-  Raises RunFailed naming an arm of which no run did.
+  Raises RunFailed if none did.
   """
   found: dict[str, dict[int, list[dict[str, Any]]]] = {arm.name: {} for arm in experiment.arms}
   for cell in every:
     if cell.name not in failures:
       found[cell.arm][cell.seed] = read_rows(cell.config.folder / "metrics.jsonl")
-  for arm, runs in found.items():
-    if not runs:
-      said = next(text for name, text in failures.items() if name.startswith(f"{arm}, seed"))
-      raise RunFailed(f"no run of the arm {arm!r} came to its end; the first said: {said}")
+  if not any(found.values()):
+    raise RunFailed(f"no run came to its end; the first said: {next(iter(failures.values()))}")
   return Results(
     found, experiment.columns, experiment.baseline, experiment.compared, dict(failures)
   )

@@ -63,6 +63,8 @@ def opened(config: Config, fresh: bool, *, starts: bool = True) -> Iterator[Run]
     raise ConfigError(f"{folder}: no such folder; name that of a run with --config.run_dir=…")
   with refusals():
     folder.mkdir(parents=True, exist_ok=True)
+  if starts:
+    refuse_unwritable(folder)
   run = Run(config, folder, Console(), Preemption())
   with locked(folder) if starts else contextlib.nullcontext(), run.stop.listening():
     if starts:
@@ -81,6 +83,15 @@ def opened(config: Config, fresh: bool, *, starts: bool = True) -> Iterator[Run]
         f"{folder}: {one_line(error)} ({free:,.1f} MiB are free). Make room and run the same command: "
         "it goes on from the last checkpoint."
       ) from error
+
+
+def refuse_unwritable(folder: Path) -> None:
+  """Raises ConfigError now, not after hours, where nothing can be written."""
+  if not os.access(folder, os.W_OK):
+    raise ConfigError(
+      f"{folder} cannot be written to: change its permissions or mount, or copy it and name the copy "
+      "with --config.run_dir=…"
+    )
 
 
 def refuse_foreign(folder: Path) -> None:

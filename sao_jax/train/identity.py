@@ -8,6 +8,7 @@ from typing import Any
 from sao_jax.config import Config
 from sao_jax.data.tasks import fingerprint
 from sao_jax.loader import leaves
+from sao_jax.models.pretrained import ARCHITECTURE_FIELDS
 
 # Settings that change what is watched, kept or retried, not what is trained.
 FREE = (
@@ -44,6 +45,15 @@ def sft_settings(config: Config) -> dict[str, Any]:
 def value_settings(config: Config) -> dict[str, Any]:
   """The same of value pretraining."""
   return _settings(config, VALUE_SECTIONS) | {"critic.micro_batches": config.critic.micro_batches}
+
+
+def policy_settings(config: Config) -> dict[str, Any]:
+  """What a policy's weights mean: its architecture and its tokenizer, not how it is computed."""
+  names = (
+    *(f"model.{field}" for field in ARCHITECTURE_FIELDS),
+    *("weights.source", "weights.upcycle_experts", "chat.format"),
+  )
+  return plain({p: x for p, x in leaves(config) if p in names} | _tokenizer(config))
 
 
 def run_identity(config: Config) -> dict[str, Any]:

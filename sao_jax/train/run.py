@@ -14,15 +14,15 @@ from sao_jax.data.traces import Traces, encode_trace
 from sao_jax.rollout.service import RolloutService
 from sao_jax.train.checkpoint import Checkpoints, Saved, next_incarnation
 from sao_jax.train.evaluate import Evaluation, evaluate_all, metrics, paired_gain
-from sao_jax.train.folder import Run, note_start, opened, read_object
-from sao_jax.train.identity import run_identity
+from sao_jax.train.folder import Run, note_start, opened, read_object, refuse_unwritable
+from sao_jax.train.identity import policy_settings, run_identity
 from sao_jax.train.jsonlines import write_whole
 from sao_jax.train.metrics import Writer, results_table
 from sao_jax.train.report import write_report
 from sao_jax.train.sao import train_sao
 from sao_jax.train.sft import sft as supervised
 from sao_jax.train.sft import tool_output
-from sao_jax.train.stage import refusals, refuse_changes, restore_matching
+from sao_jax.train.stage import differences, refusals, refuse_changes, restore_matching
 from sao_jax.train.state import Policy, load_policy, make_critic, make_state
 from sao_jax.train.updates import LoopSteps
 from sao_jax.train.value_pretrain import (
@@ -81,6 +81,7 @@ def train(config: Config, *, fresh: bool = False) -> dict[str, float]:
 def evaluate(config: Config, *, fresh: bool = False) -> dict[str, float]:
   """``sao-jax evaluate``: held-out reward of a checkpoint, or of the weights before RL."""
   with opened(config, False, starts=False) as run:
+    refuse_unwritable(run.folder)
     policy, step = policy_of(run)
     with serving(run, policy, policy.params, Version(0, step)) as service:
       # Apart from what the run itself measured, whose settings may be others.
@@ -287,6 +288,8 @@ def policy_of(run: Run) -> tuple[Policy, int]:
     raise ConfigError(
       f"the supervised start in {folder} is at update {saved.step} and not finished: run sao-jax sft"
     )
+  if changed := differences(saved.meta["identity"], policy_settings(config), only_now=True):
+    raise ConfigError(f"the weights in {folder} mean something else:\n  " + "\n  ".join(changed))
   policy = dataclasses.replace(policy, params=saved.trees[item].params)
   return policy, saved.step if item == "policy" else 0
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from sao_jax.outcome import RunFailed
 from sao_jax.train.curves import smooth
 from sao_jax.train.evaluate import bootstrap_interval
 
@@ -24,9 +25,8 @@ LINES = ("solid", "dashed", "dotted", "dashdot")
 
 
 def series(rows: Sequence[Row], metric: str) -> np.ndarray:
-  """The metric at every RL step that has it."""
-  found = [row[metric] for row in rows if row["step"] > 0 and row.get(metric) is not None]
-  return np.array(found, np.float64)
+  """The metric at every RL step that has it; NaN where it was not finite."""
+  return np.array([row[metric] for row in rows if row["step"] > 0 and metric in row], np.float64)
 
 
 def mean(metric: str, missing: float | None = None) -> Measure:
@@ -68,7 +68,7 @@ def per_second(metric: str) -> Measure:
 
 def final(metric: str) -> Measure:
   """The metric where it was measured last, such as the evaluation after RL."""
-  return lambda rows: float(series(rows, metric)[-1])
+  return lambda rows: _of(lambda found: found[-1], series(rows, metric), metric)
 
 
 def _of(function: Callable[[np.ndarray], Any], found: np.ndarray, metric: str) -> float:
@@ -95,7 +95,14 @@ class Results:
   failures: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   def values(self, arm: str, measure: Measure) -> dict[int, float]:
-    return {seed: measure(rows) for seed, rows in self.runs[arm].items()}
+    """By seed; raises RunFailed naming the run that lacks what a column is made of."""
+    found = {}
+    for seed, rows in self.runs[arm].items():
+      try:
+        found[seed] = measure(rows)
+      except ValueError as error:
+        raise RunFailed(f"{arm}, seed {seed}: {error}: mend the columns and run again") from error
+    return found
 
   def budget(self, metric: str) -> float:
     """The most of a cumulative metric that every run spent."""
@@ -106,8 +113,8 @@ class Results:
     tokens, seconds = self.budget(TOKENS), self.budget(SECONDS)
     return {
       **self.columns,
-      f"reward at {tokens / 1e3:,.0f}k sampled tokens": at_budget(TOKENS, tokens),
-      f"reward at {seconds:,.0f} s of RL": at_budget(SECONDS, seconds),
+      f"reward at {tokens:,.0f} sampled tokens": at_budget(TOKENS, tokens),
+      f"reward at {seconds:.3g} s of RL": at_budget(SECONDS, seconds),
     }
 
   def difference(self, arm: str) -> np.ndarray:
@@ -121,12 +128,17 @@ class Results:
     columns = self.all_columns()
     return {
       "runs": [
-        {"arm": arm, "seed": seed} | {title: f(rows) for title, f in columns.items()}
+        {"arm": arm, "seed": seed}
+        | {title: _finite(self.values(arm, f)[seed]) for title, f in columns.items()}
         for arm, runs in self.runs.items()
-        for seed, rows in runs.items()
+        for seed in runs
       ],
       "failures": dict(self.failures),
     }
+
+
+def _finite(x: float) -> float | None:
+  return x if np.isfinite(x) else None  # JSON has no NaN
 
 
 def at_budget(metric: str, budget: float) -> Measure:
@@ -145,6 +157,10 @@ def at_budget(metric: str, budget: float) -> Measure:
 def interval(values: Sequence[float]) -> str:
   """Mean and, of two or more, its bootstrap 95 % interval."""
   x = np.asarray(values, np.float64)
+  if not len(x):
+    return "failed"
+  if not np.isfinite(x).all():
+    return "not finite"
   if len(x) < 2:
     return _number(x.mean())
   low, high = bootstrap_interval(x)
@@ -152,7 +168,9 @@ def interval(values: Sequence[float]) -> str:
 
 
 def _number(x: float) -> str:
-  return f"{x:.3f}" if abs(x) < 100 or not np.isfinite(x) else f"{x:,.0f}"
+  if 0 < abs(x) < 0.01:
+    return f"{x:.2g}"
+  return f"{x:.3f}" if abs(x) < 100 else f"{x:,.0f}"
 
 
 def markdown(results: Results, question: str, command: str) -> str:
@@ -169,7 +187,7 @@ def markdown(results: Results, question: str, command: str) -> str:
     if arm == results.baseline:
       cells.append("0")
     else:
-      cells.append(interval(difference.tolist()) if len(difference) else "no seed in common")
+      cells.append(interval(difference.tolist()) if len(difference) else "no seed to compare")
     table.append("| " + " | ".join(cells) + " |")
   seeds = sorted({seed for runs in results.runs.values() for seed in runs})
   notes = [
@@ -235,10 +253,10 @@ def _curve(
   axis: Any, runs: Sequence[Sequence[Row]], metric: str, over: str | None, arm: str, style: dict
 ) -> None:
   found = [series(rows, metric) for rows in runs]
-  length = min(map(len, found))
+  length = min(map(len, found), default=0)
   if not length:
     return
-  values = np.stack([smooth(x[:length]) for x in found])
+  values = np.stack([_smooth(x[:length]) for x in found])
   if over is None:
     x = np.linspace(1, min(max(r["step"] for r in rows) for rows in runs), length)
   else:
@@ -249,3 +267,10 @@ def _curve(
     axis.fill_between(
       x, values.min(0), values.max(0), color=style["color"], alpha=0.12, linewidth=0
     )
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+  """Of the finite ones near each step."""
+  finite = np.isfinite(values)
+  with np.errstate(invalid="ignore"):
+    return smooth(np.where(finite, values, 0.0)) / smooth(finite.astype(np.float64))

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from sao_jax.config import Config, ModelConfig, WeightsConfig
+from sao_jax.config import Config, ConfigError, ModelConfig, WeightsConfig
 from sao_jax.models import folder, safetensors
 from sao_jax.models.export import export_policy
 from sao_jax.models.huggingface import CheckpointError
@@ -86,6 +86,34 @@ def test_names_of_transformers_5(tmp_path):
   assert folder.load_folder(path)[0] == dataclasses.replace(
     config, rope_theta=5e5, experts_per_token=0
   )
+
+
+def test_names_of_transformers_5_for_experts(tmp_path):
+  config, params, path = exported(tmp_path, "qwen3_moe")
+  edit(path, num_experts="gone", num_local_experts=config.num_experts)
+  again, loaded, _ = folder.load_folder(path)
+  assert again.num_experts == config.num_experts
+  np.testing.assert_array_equal(logits(again, loaded, IDS), logits(config, params, IDS))
+  edit(path, num_local_experts="gone")
+  with pytest.raises(CheckpointError, match="how many experts"):
+    folder.load_folder(path)
+
+
+@pytest.mark.parametrize("value", [False, "gone"])  # transformers' default is False
+def test_experts_whose_weights_are_not_renormalised_are_refused(tmp_path, value):
+  _, _, path = exported(tmp_path, "qwen3_moe")
+  edit(path, norm_topk_prob=value)
+  with pytest.raises(CheckpointError, match="norm_topk_prob"):
+    folder.load_folder(path)
+
+
+def test_the_preview_is_of_the_folder(tmp_path):
+  _, params, path = exported(tmp_path)
+  size = sum(x.size for x in jax.tree.leaves(params))
+  lines = preview(Config(weights=WeightsConfig("huggingface", str(path))))
+  assert lines[0] == f"policy: {size:,} trained and 0 frozen parameters"
+  with pytest.raises(ConfigError, match=r"config\.json: No such file"):
+    preview(Config(weights=WeightsConfig("huggingface", str(tmp_path))))
 
 
 @pytest.mark.parametrize(

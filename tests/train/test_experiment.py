@@ -71,9 +71,7 @@ def test_a_stopped_experiment_goes_on_and_shares_its_stages(tmp_path):
   path = tmp_path / "two.py"
   path.write_text(TWO_ARMS)
   runs = tmp_path / "runs" / "experiments" / "two"
-  process = subprocess.Popen(
-    command(path, "--seeds=0"), cwd=tmp_path, stdout=subprocess.PIPE, text=True
-  )
+  process = subprocess.Popen(command(path, "--seeds=0"), cwd=tmp_path, stdout=subprocess.DEVNULL)
   try:
     deadline = time.monotonic() + 300
     while not (runs / "a-seed0" / "results.json").exists():
@@ -89,7 +87,7 @@ def test_a_stopped_experiment_goes_on_and_shares_its_stages(tmp_path):
   assert done.returncode == 0, done.stderr
   assert "2 runs in runs/experiments/two, 1 done before" in done.stdout
   assert "| b | 1 |" in done.stdout
-  assert "supervised start: finished before" in (runs / "b-seed0" / "console.log").read_text()
+  assert "sft: finished before" in (runs / "b-seed0" / "console.log").read_text()
   again = subprocess.run(command(path, "--seeds=0"), cwd=tmp_path, capture_output=True, text=True)
   assert "2 done before" in again.stdout
 
@@ -100,21 +98,50 @@ def test_a_stopped_experiment_goes_on_and_shares_its_stages(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_is_a_row_of_its_own_and_an_arm_without_any_is_an_error(tmp_path):
+def test_an_arm_of_which_every_run_fails_is_a_row_of_the_table(tmp_path):
   path = tmp_path / "two.py"
   bad = '{"sft.lr": 1e30, "sft.clip_norm": 1e18}'
   path.write_text(TWO_ARMS.replace('{"critic.lr": 2e-3}', bad))
   done = subprocess.run(command(path, "--seeds=0"), cwd=tmp_path, capture_output=True, text=True)
-  assert done.returncode == 1, done.stderr
-  assert "b, seed 0: failed with status 1: sao-jax: supervised start, update" in done.stdout
-  assert "no run of the arm 'b' came to its end; the first said: sao-jax: supe" in done.stderr
+  assert done.returncode == 0, done.stderr
+  assert "b, seed 0: failed with status 1: sao-jax: sft, update" in done.stdout
+  assert "| b | 0 of 1 | failed | failed | failed | no seed to compare |" in done.stdout
+  assert "Failed: b, seed 0: sao-jax: sft, update" in done.stdout
+  assert "| a | 1 | 0" in done.stdout
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_run_that_runs_and_begins_no_other(tmp_path):
+  path = tmp_path / "two.py"
+  path.write_text(TWO_ARMS)
+  runs = tmp_path / "runs" / "experiments" / "two"
+  process = subprocess.Popen(
+    command(path, "--seeds=0,1"), cwd=tmp_path, stderr=subprocess.DEVNULL,
+    stdout=subprocess.DEVNULL, start_new_session=True,
+  )  # fmt: skip
+  try:
+    deadline = time.monotonic() + 300
+    while not (runs / "a-seed0" / "sft" / "metrics.jsonl").exists():
+      assert process.poll() is None
+      assert time.monotonic() < deadline
+      time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == 130
+  finally:
+    if process.poll() is None:
+      os.kill(process.pid, signal.SIGKILL)
+  assert "run the same command" in (runs / "a-seed0" / "console.log").read_text()
+  assert [p.name for p in runs.iterdir()] == ["a-seed0"]
 
 
 @pytest.mark.parametrize(
   ("old", "new", "message"),
   [
     ("def get_experiment", "def other", r"has no get_experiment\(\)"),
-    ('Arm("b"', 'Arm("a"', "two arms have the same name: a, a"),
+    ('Arm("b"', 'Arm("a"', "two arms have the same name, or folder: a, a"),
+    ('Arm("a", tiny), Arm("b"', 'Arm("a b", tiny), Arm("a-b"', "same name, or folder: a b, a-b"),
+    ('name="two"', 'name="one/two"', "'one/two' names a folder or file: leave slashes out"),
+    ("tiny = ", "1 / 0; tiny = ", "line 6: ZeroDivisionError: division by zero"),
     ('baseline="a"', 'baseline="c"', "baseline = 'c' is none of a, b"),
     ('compared="held-out', 'compared="held', "compared = 'held reward' is none of held-out"),
     ('"critic.lr"', '"critc.lr"', r"critic\.lr"),
@@ -137,3 +164,16 @@ def test_no_file_and_no_seed_are_refused(tmp_path, monkeypatch):
   path.write_text(TWO_ARMS)
   with pytest.raises(ConfigError, match="jobs = 0"):
     run_experiment(str(path), jobs=0)
+  with pytest.raises(ConfigError, match="no seed twice"):
+    run_experiment(str(path), seeds=[3, 3])
+
+
+def test_a_run_with_damaged_results_is_not_done(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  path = tmp_path / "two.py"
+  path.write_text(TWO_ARMS)
+  cell = cells(read(str(path)), tmp_path, [0], False)[0]
+  cell.config.folder.mkdir()
+  for text in ('{"step": 3', "[]", '{"step": 3}'):
+    (cell.config.folder / "results.json").write_text(text)
+    assert not cell.done()

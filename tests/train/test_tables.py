@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from sao_jax.outcome import RunFailed
 from sao_jax.train import tables
 from sao_jax.train.tables import Results
 
@@ -82,6 +83,39 @@ def test_one_seed_makes_no_claim():
   text = tables.markdown(results(runs=one), "Who wins?", "x")
   assert "One seed: no intervals, no claim." in text
   assert "[" not in text
+
+
+def test_what_was_not_finite_is_said_and_not_passed_over():
+  run = rows([0.0, 0.5, 1.0], policy__loss=[0.5, None, None])
+  assert np.isnan(tables.last("policy/loss")(run))
+  assert np.isnan(tables.final("policy/loss")(run))
+  assert tables.interval([0.25, float("nan")]) == "not finite"
+  broken = results(
+    runs={"sao d=0": {0: run}}, columns={"loss": tables.last("policy/loss")}, compared="loss"
+  )
+  assert "| not finite |" in tables.markdown(broken, "", "")
+  assert broken.plain()["runs"][0]["loss"] is None
+
+
+def test_a_metric_that_no_run_has_is_named():
+  for measure in (tables.final, tables.mean, tables.last, tables.largest, tables.total):
+    wrong = results(columns={"greedy": measure("eval/greedy")}, compared="greedy")
+    with pytest.raises(RunFailed, match=r"sao d=0, seed 0: the run has no metric 'eval/greedy'"):
+      tables.markdown(wrong, "", "")
+
+
+def test_small_numbers_are_not_rounded_away():
+  assert tables.interval([1e-6]) == "1e-06"
+  assert tables.interval([1e-6, 3e-6]) == "2e-06 [1e-06, 3e-06]"
+  assert tables.interval([12345.6]) == "12,346"
+  assert tables.interval([0.0]) == "0.000"
+
+
+def test_an_arm_without_any_run_is_a_row():
+  runs = results().runs | {"grpo d=0": {}}
+  failures = {"grpo d=0, seed 0": "died", "grpo d=0, seed 1": "died"}
+  text = tables.markdown(results(runs=runs, failures=failures), "", "")
+  assert "| grpo d=0 | 0 of 2 | failed | failed | failed | no seed to compare |" in text
 
 
 def test_numbers_go_to_json():
