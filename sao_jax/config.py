@@ -69,12 +69,15 @@ class ChatConfig:
 class TaskConfig:
   """Which problems.  Held-out problems never occur in training."""
 
-  source: str = "arithmetic"  # arithmetic | jsonl
+  source: str = "arithmetic"  # arithmetic | jsonl | writing (two topics; the style is not told)
   kind: str = "expression"  # arithmetic: expression | word_problem | mix (a op b) | sum
   difficulty: int = 3  # terms of an expression, steps of a word problem
   digits: int = 2  # largest operand has this many digits
   path: str = ""  # jsonl: one problem a line, GSM8K or MATH format
   eval_path: str = ""  # jsonl: held-out problems; "" = a split of path
+  # writing: the styles wanted one after the other, each for so many tasks; the last one lasts on.
+  styles: tuple[str, ...] = ("cute", "chuunibyou", "classical")
+  phase_length: int = 2560
   prompt: str = "{question}"  # the user message; few-shot examples go here
   eval_size: int = 256
   shuffle_seed: int = 0
@@ -82,7 +85,9 @@ class TaskConfig:
 
 @dataclasses.dataclass
 class EnvConfig:
-  name: str = "math_tool"
+  name: str = "math_tool"  # math_tool | online_writing
+  # online_writing: rules, or package.module:factory, called with this part, which gives a Judge.
+  judge: str = "rules"
   tool: bool = True  # may the model call the Python tool
   answer: str = "tag"  # where the answer stands: tag <answer>…</answer> | line | boxed
   grade: str = "exact"  # exact | math (mathematical equivalence)

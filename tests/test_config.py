@@ -194,6 +194,33 @@ REFUSED = [
   ({"run_dir": f"{__file__}/x"}, "is a file; choose another run_dir"),
   ({"policy.micro_batches": 3}, "do not split"),
   ({"critic.micro_batches": 3}, "do not split"),
+  (
+    {"env.name": "online_writing"},
+    "task.source = 'arithmetic': 'online_writing' and 'writing' need",
+  ),
+  ({"task.source": "writing"}, "env.name = 'math_tool' with task.source = 'writing'"),
+  ({"env.judge": "a:b"}, "env.judge = 'a:b' has no effect with env.name = 'math_tool'"),
+  ({"task.phase_length": 5}, "task.phase_length = 5 has no effect with env.name = 'math_tool'"),
+]
+WRITING_REFUSED = [
+  (
+    {"env.tool": True},
+    "env.tool = True has no effect with env.name = 'online_writing': set env.tool =",
+  ),
+  ({"env.max_turns": 2}, "env.max_turns = 2 has no effect"),
+  ({"env.grade": "math"}, "env.grade = 'math' has no effect"),
+  ({"task.difficulty": 4}, "task.difficulty = 4 has no effect"),
+  ({"env.judge": "judge.py"}, "env.judge = 'judge.py': 'rules', or 'package.module:factory'"),
+  ({"env.judge": ":make"}, "env.judge = ':make'"),
+  ({"env.judge": "a.b:"}, "env.judge = 'a.b:'"),
+  ({"task.styles": ()}, "task.styles = (): one or more of cute, chuunibyou, classical, academic"),
+  ({"task.styles": ("cute", "goth")}, "task.styles = ('cute', 'goth'): one or more of cute"),
+  ({"task.phase_length": 0}, "task.phase_length = 0: must be 1 or more"),
+  (
+    {"value_pretrain.rollouts": 2561},
+    "value_pretrain.rollouts = 2561 exceeds task.phase_length = 2560",
+  ),
+  ({"evaluate.problems": 33}, "evaluate.problems = 33 exceeds task.eval_size = 32"),
 ]
 
 
@@ -202,6 +229,19 @@ def test_combination_is_refused_with_the_reason(overrides, message):
   with pytest.raises(ConfigError) as error:
     check(loader.override(Config(), overrides))
   assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("overrides", "message"), WRITING_REFUSED)
+def test_writing_that_would_not_do_what_it_says_is_refused(overrides, message):
+  with pytest.raises(ConfigError) as error:
+    loader.load(str(CONFIGS / "online_writing.py"), overrides)
+  assert message in str(error.value)
+
+
+def test_another_judge_may_know_other_styles():
+  changes = {"env.judge": "my_judges.style:make", "task.styles": ("goth", "cute")}
+  config = loader.load(str(CONFIGS / "online_writing.py"), changes)
+  assert config.task.styles == ("goth", "cute")
 
 
 FLOATS = [path for path, value in settings(Config()).items() if isinstance(value, float)]

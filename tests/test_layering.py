@@ -15,11 +15,13 @@ PACKAGE = ROOT / "sao_jax"
 # A module may import lower ranks and its own part; parts of equal rank do not know each other.
 RANKS = {
   "types": 0,
+  "bounds": 0,
   "outcome": 0,
   "config": 1,
   "checks": 2,
   "loader": 3,
   "latex": 2,
+  "lexicon": 1,
   "kernels": 2,
   "optim": 2,
   "sharding": 2,

@@ -8,7 +8,7 @@ import pytest
 
 from sao_jax import loader
 from sao_jax.config import ConfigError
-from sao_jax.envs.math_tool import make_env
+from sao_jax.envs.make import make_env
 
 CONFIGS = pathlib.Path(__file__).resolve().parent.parent / "configs"
 

@@ -2,9 +2,10 @@
 
 import dataclasses
 import hashlib
+import itertools
 import os
 import random
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import grain
 
@@ -13,6 +14,7 @@ from sao_jax.data import arithmetic
 from sao_jax.data.arithmetic import Problem
 from sao_jax.data.lines import read_lines
 from sao_jax.latex import last_boxed
+from sao_jax.lexicon import TOPICS
 from sao_jax.types import Message, Task
 
 Split = Literal["train", "eval"]
@@ -29,11 +31,20 @@ class TaskSource(Protocol):
   def __getitem__(self, index: int) -> Task: ...
 
 
+@runtime_checkable
+class ChangingSource(TaskSource, Protocol):
+  """A source whose tasks depend on when they are asked too."""
+
+  def at(self, task: Task) -> Task:
+    """The task as it is at its serial."""
+
+
 def make_source(config: TaskConfig, split: Split = "train") -> TaskSource:
   """The tasks of a config.
 
-  ``meta`` of a task: ``question``, ``answer`` (text) and, for generated ones, ``expression``.
-  A task's id is the same wherever the same problem comes up.
+  ``meta`` of a task: ``question``, ``answer`` (text) and, for generated ones, ``expression``; for
+  writing ``question``, ``topic`` (its words), ``style`` (wanted) and ``phase``.  A task's id is the
+  same wherever the same problem comes up.
 
   Raises:
     ValueError: a prompt without ``{question}``, a space too small for ``eval_size``, a bad file
@@ -45,6 +56,8 @@ def make_source(config: TaskConfig, split: Split = "train") -> TaskSource:
     raise ValueError(f"task.prompt = {config.prompt!r} has no {{question}} in it")
   if config.source == "jsonl":
     return _Listed(config, _split_file(config)[split])
+  if config.source == "writing":
+    return _Topics(config, split)
   if config.kind in ("sum", "mix"):
     return _Pooled(config, split)
   if config.kind in ("expression", "word_problem"):
@@ -165,6 +178,43 @@ class _Listed:
     return _task(self._config, id_, meta)
 
 
+class _Topics:
+  """Pairs of topics to write about.  The wanted style is not in the prompt; it changes with time.
+
+  Phase p = min(serial // phase_length, last): of the first ``phase_length`` tasks of a stream all
+  want the first style, and so on, whichever pairs the shuffle of an epoch gives them, and in
+  whatever order their episodes end.  Held-out pairs want the last style.
+  """
+
+  def __init__(self, config: TaskConfig, split: Split) -> None:
+    pairs = list(itertools.combinations(TOPICS, 2))
+    if config.eval_size >= len(pairs):
+      raise ValueError(
+        f"task.eval_size = {config.eval_size} holds out all of the {len(pairs)} pairs of topics; none "
+        "are left for training: lower task.eval_size"
+      )
+    random.Random(config.shuffle_seed).shuffle(pairs)
+    self._config, self._last = config, len(config.styles) - 1
+    self._held_out = split == "eval"
+    self._pairs = pairs[: config.eval_size] if self._held_out else pairs[config.eval_size :]
+
+  def __len__(self) -> int:
+    return len(self._pairs)
+
+  def __getitem__(self, index: int) -> Task:
+    topic = self._pairs[_checked(index, len(self))]
+    question = ", ".join(topic)
+    task = _task(self._config, f"writing:{question}", {"question": question, "topic": topic})
+    return self._wanting(task, self._last) if self._held_out else task
+
+  def at(self, task: Task) -> Task:
+    return self._wanting(task, min(task.serial // self._config.phase_length, self._last))
+
+  def _wanting(self, task: Task, phase: int) -> Task:
+    wanted = {"style": self._config.styles[phase], "phase": phase}
+    return dataclasses.replace(task, meta=task.meta | wanted)
+
+
 def _checked(index: int, length: int) -> int:
   index = int(index)
   if not 0 <= index < length:
@@ -242,13 +292,14 @@ class TaskStream:
   """
 
   def __init__(self, source: TaskSource, seed: int) -> None:
-    self.epoch_length = len(source)
+    self.epoch_length, self._source = len(source), source
     self._tasks = grain.MapDataset.source(source).seed(seed).shuffle().repeat(None)
 
   def __getitem__(self, serial: int) -> Task:
     if serial < 0:
       raise IndexError(f"task serial {serial}: serials start at 0")
-    return dataclasses.replace(self._tasks[serial], serial=serial)
+    task = dataclasses.replace(self._tasks[serial], serial=serial)
+    return self._source.at(task) if isinstance(self._source, ChangingSource) else task
 
 
 def task_stream(source: TaskSource, seed: int) -> TaskStream:

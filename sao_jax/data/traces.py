@@ -15,7 +15,8 @@ from jaxtyping import Bool, Int32
 
 from sao_jax.data.chat import Chat
 from sao_jax.data.tasks import TaskSource, task_stream
-from sao_jax.types import Message
+from sao_jax.data.writing import compose
+from sao_jax.types import Message, Task
 
 _MISSES = (-20, -10, -3, -2, -1, 1, 2, 3, 10, 20)
 
@@ -26,14 +27,14 @@ class Trace:
 
   messages: tuple[Message, ...]
   trained: tuple[bool, ...]
-  kind: str  # good | lazy | drops_term | malformed | ignores_tool
+  kind: str  # good | lazy | drops_term | malformed | ignores_tool, or of writing.compose
 
 
 class Traces:
   """``traces[i]`` for any i ≥ 0, deterministic in (seed, i).
 
   Args:
-    source: tasks with an ``expression`` in their meta (generated ones).
+    source: tasks with an ``expression`` or a ``topic`` in their meta (generated ones).
     tool: what the tool says to a call, as the model will see it.
     good_fraction: in [0, 1].
     seed: of tasks and kinds.
@@ -44,10 +45,10 @@ class Traces:
   ) -> None:
     if not 0 <= good_fraction <= 1:
       raise ValueError(f"sft.good_fraction = {good_fraction}: must lie in [0, 1]")
-    if "expression" not in source[0].meta:
+    if source[0].meta.keys().isdisjoint({"expression", "topic"}):
       raise ValueError(
-        "traces are made from a task's expression, which generated tasks have (task.source = "
-        "'arithmetic') and files do not: set sft.steps = 0"
+        "traces are made from a task's expression or topic, which generated tasks have (task.source = "
+        "'arithmetic' or 'writing') and files do not: set sft.steps = 0"
       )
     self._stream, self._tool = task_stream(source, seed), tool
     self._good, self._seed = good_fraction, seed
@@ -55,6 +56,16 @@ class Traces:
   def __getitem__(self, index: int) -> Trace:
     task = self._stream[index]
     rng = random.Random(f"{self._seed}/trace/{index}")
+    compose_turns = self._written if "topic" in task.meta else self._solved
+    kind, turns = compose_turns(rng, task)
+    messages = (*task.prompt, *turns)
+    return Trace(messages, tuple(m["role"] == "assistant" for m in messages), kind)
+
+  def _written(self, rng: random.Random, task: Task) -> tuple[str, list[Message]]:
+    kind, text = compose(rng, task.meta["topic"], self._good)
+    return kind, [Message(role="assistant", content=text)]
+
+  def _solved(self, rng: random.Random, task: Task) -> tuple[str, list[Message]]:
     expression, answer = task.meta["expression"], task.meta["answer"]
     miss = str(int(answer) + rng.choice(_MISSES))
     kind = self._kind(rng, expression)
@@ -70,8 +81,7 @@ class Traces:
         turns = [*self._call(expression + "="), _answer(miss)]
       case _:
         turns = [*self._call(expression), _answer(miss)]
-    messages = (*task.prompt, *turns)
-    return Trace(messages, tuple(m["role"] == "assistant" for m in messages), kind)
+    return kind, turns
 
   def _kind(self, rng: random.Random, expression: str) -> str:
     if rng.random() < self._good:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 
 from sao_jax.config import EnvConfig
-from sao_jax.envs.base import Env, Step
+from sao_jax.envs.base import Step
 from sao_jax.envs.grading import correct
 from sao_jax.envs.pool import WorkerPool
 from sao_jax.envs.sandbox import Sandbox, SandboxResult
@@ -160,18 +160,3 @@ class MathTool:
 
 def _grade(answer: str, reference: str, method: str, beat: Callable[[], None]) -> bool:
   return correct(answer, reference, method)  # its own limits end it; it cannot tell meanwhile
-
-
-def make_env(config: EnvConfig, sandbox: Sandbox | None = None) -> Callable[[], Env]:
-  """A factory of single-use environments that share a sandbox.
-
-  Raises:
-    ValueError: an unknown environment, or a tool without a sandbox.
-  """
-  if config.name == "coding":
-    raise ValueError("env.name = 'coding' is not written yet: its presets resolve and do not run")
-  if config.name != "math_tool":
-    raise ValueError(f"env.name = {config.name!r}: choose math_tool")
-  MathTool(config, sandbox)  # refuses a bad configuration now, not in the first episode
-  parse_reply("", tool=config.tool, answer=config.answer)
-  return functools.partial(MathTool, config, sandbox)

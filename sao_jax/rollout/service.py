@@ -13,7 +13,7 @@ import jax
 from sao_jax.config import Config, ConfigError, ModelConfig
 from sao_jax.data.chat import Chat
 from sao_jax.envs.base import EnvFailure
-from sao_jax.envs.math_tool import make_env
+from sao_jax.envs.make import make_env
 from sao_jax.envs.sandbox import make_sandbox, unavailable
 from sao_jax.models.decode import decode_view
 from sao_jax.outcome import RunFailed

@@ -11,6 +11,7 @@ from sao_jax.config import Config, ConfigError
 from sao_jax.data.chat import Chat
 from sao_jax.data.tasks import make_source, task_stream
 from sao_jax.data.traces import Traces, encode_trace
+from sao_jax.envs.online_writing import judge_factory
 from sao_jax.rollout.service import RolloutService
 from sao_jax.train.checkpoint import Checkpoints, Saved, next_incarnation
 from sao_jax.train.evaluate import Evaluation, evaluate_all, metrics, paired_gain
@@ -127,6 +128,7 @@ def first_policy(run: Run) -> Policy:
   with run.phase("loading the policy"), refusals():
     policy = load_policy(run.config)
     check_lengths(run.config, policy.chat)
+    judge_factory(run.config.env.judge)  # what cannot be imported is told before any long work
   return policy
 
 

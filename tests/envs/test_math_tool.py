@@ -8,7 +8,8 @@ import pytest
 from sao_jax.config import EnvConfig, SandboxConfig
 from sao_jax.envs import math_tool
 from sao_jax.envs.base import EnvFailure
-from sao_jax.envs.math_tool import MathTool, Reply, make_env, parse_reply, shown
+from sao_jax.envs.make import make_env
+from sao_jax.envs.math_tool import MathTool, Reply, parse_reply, shown
 from sao_jax.envs.pool import Patience
 from sao_jax.envs.process import ProcessSandbox
 from sao_jax.envs.sandbox import make_sandbox
@@ -202,7 +203,7 @@ def test_a_broken_sandbox_is_a_failure_not_a_reward():
 def test_misuse_is_named():
   with pytest.raises(ValueError, match=r"env\.tool = True needs a sandbox"):
     make_env(EnvConfig(), None)
-  with pytest.raises(ValueError, match="'chess': choose math_tool"):
+  with pytest.raises(ValueError, match="'chess': choose one of math_tool, online"):
     make_env(EnvConfig(name="chess"))
   with pytest.raises(ValueError, match="'free': choose one of tag, line, boxed"):
     make_env(EnvConfig(tool=False, answer="free"))

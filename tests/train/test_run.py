@@ -9,7 +9,7 @@ import pytest
 from sao_jax import loader
 from sao_jax.config import ConfigError
 from sao_jax.data.chat import make_chat
-from sao_jax.envs.math_tool import make_env
+from sao_jax.envs.make import make_env
 from sao_jax.envs.sandbox import make_sandbox
 from sao_jax.train.evaluate import Evaluation, paired_gain
 from sao_jax.train.jsonlines import read_rows

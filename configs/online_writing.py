@@ -1,0 +1,46 @@
+"""SAO while the wanted style changes: cute, then chuunibyou, then classical.
+
+A small MoE learns from traces to write on two topics in any style, most often an academic one, not
+always well.  No prompt tells which style is wanted: reward = quality × style in {0, 1} does.  One
+rollout per prompt, critic, staleness up to 2 (arXiv 2607.07508).
+
+    sao-jax train --config=configs/online_writing.py
+"""
+
+from sao_jax import config as c
+
+STEPS_PER_STYLE = 36
+BATCH = 96
+
+
+def get_config() -> c.Config:
+  return c.Config(
+    name="online_writing",
+    num_steps=3 * STEPS_PER_STYLE,
+    batch_size=BATCH,
+    model=c.ModelConfig(
+      vocab_size=64,
+      d_model=64,
+      num_layers=2,
+      num_heads=4,
+      num_kv_heads=4,
+      head_dim=16,
+      d_ff=128,
+      num_experts=4,
+      experts_per_token=2,
+    ),
+    chat=c.ChatConfig(format="char"),
+    task=c.TaskConfig(source="writing", phase_length=STEPS_PER_STYLE * BATCH, eval_size=32),
+    env=c.EnvConfig(
+      name="online_writing", tool=False, max_turns=1, max_tokens=48, max_turn_tokens=36
+    ),
+    rollout=c.RolloutConfig(slots=32, max_len=48, max_running=64, max_staleness=2),
+    sandbox=c.SandboxConfig(backend="expr"),  # no code is run
+    loss=c.LossConfig(name="dis", eps_low=0.3, eps_high=5.0),
+    policy=c.PolicyConfig(lr=1.5e-4, b1=0.5, warmup_steps=12),
+    critic=c.CriticConfig(lr=3e-3, warmup_steps=0),
+    packing=c.PackingConfig(lengths=(48,), max_segments=1),
+    sft=c.SftConfig(steps=280, batch_size=64, good_fraction=0.7),
+    value_pretrain=c.ValuePretrainConfig(rollouts=1024, epochs=4),
+    evaluate=c.EvaluateConfig(problems=32, samples=8),
+  )
