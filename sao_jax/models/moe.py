@@ -202,7 +202,6 @@ def _block_backward(block: int, residuals: Any, g: Array):
   k, rows = weights.shape[1], plan.choice.shape[0]
 
   def expert(i, carry):
-    gx, g_weight, g_gate_up, g_down = carry
     e = plan.expert[i]
     gate_up, down, end = w_gate_up[e], w_down[e], plan.first[e] + plan.size[e]
 
@@ -215,26 +214,23 @@ def _block_backward(block: int, residuals: Any, g: Array):
       ga = _dot(gi, down.T)
       (gz,) = pull((ga * wi).astype(x.dtype))
       g_weight = _put(g_weight, (ga * a.astype(F32)).sum(-1), at)
-      g_down = g_down + _transposed_dot(a, (gi.astype(F32) * wi).astype(x.dtype))
-      g_gate_up = g_gate_up + _transposed_dot(xi, gz)
+      g_down = g_down.at[e].add(_transposed_dot(a, (gi.astype(F32) * wi).astype(x.dtype)))
+      g_gate_up = g_gate_up.at[e].add(_transposed_dot(xi, gz))
       return _put(gx, _dot(gz, gate_up.T), at), g_weight, g_gate_up, g_down
 
-    zeros = jnp.zeros(gate_up.shape, F32), jnp.zeros(down.shape, F32)
-    carry = gx, g_weight, *zeros
-    gx, g_weight, *new = _each_block(plan.first[e], plan.size[e], block, body, carry)
-    new = [a.astype(b.dtype) for a, b in zip(new, (g_gate_up, g_down), strict=True)]
-    return gx, g_weight, g_gate_up.at[e].set(new[0]), g_down.at[e].set(new[1])
+    return _each_block(plan.first[e], plan.size[e], block, body, carry)
 
   carry = (
     jnp.zeros((rows, x.shape[1]), x.dtype),
     jnp.zeros((rows,), F32),
-    jnp.zeros_like(w_gate_up),
-    jnp.zeros_like(w_down),
+    jnp.zeros(w_gate_up.shape, F32),
+    jnp.zeros(w_down.shape, F32),
   )
   gx, g_weight, g_gate_up, g_down = jax.lax.fori_loop(0, plan.used, expert, carry)
   flat = plan.row.reshape(-1)
   gx = _rows(gx, flat).reshape(*plan.row.shape, -1).astype(F32).sum(1).astype(x.dtype)
-  return gx, _rows(g_weight, flat).reshape(plan.row.shape), g_gate_up, g_down, None
+  g_weight = _rows(g_weight, flat).reshape(plan.row.shape)
+  return gx, g_weight, g_gate_up.astype(w_gate_up.dtype), g_down.astype(w_down.dtype), None
 
 
 block_experts.defvjp(_block_forward, _block_backward)
