@@ -36,6 +36,9 @@ class KVCache:
     return self.keys[0].shape[-1]
 
 
+MOST_SPLIT = 16  # experts up to which each is an array of its own; they are compiled one by one
+
+
 def decode_view(params: nnx.State, config: ModelConfig) -> dict[str, Any]:
   """Per-layer copies of the policy's parameters in ``compute_dtype``; norms and router as they are.
 
@@ -51,6 +54,10 @@ def decode_view(params: nnx.State, config: ModelConfig) -> dict[str, Any]:
   tree = jax.tree_util.tree_map_with_path(copy, tree)
   stacked = tree.pop("layers")
   per_layer = [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(config.num_layers)]
+  if 0 < config.num_experts <= MOST_SPLIT and moe.moe_form(config) == "blocks":
+    for layer in per_layer:
+      split = {name: tuple(layer["ffn"][name]) for name in ("w_gate_up", "w_down")}
+      layer["ffn"] = {**layer["ffn"], **split}
   return {**tree, "layers": per_layer}
 
 
