@@ -96,6 +96,7 @@ def _write(
 
 
 BLOCK = 256  # queries and keys of a block, where several tokens are fed to a long row
+PREFILL_BLOCK = 32  # rows of one expert that are multiplied together, where several tokens are fed
 LONG_ROW = 512  # columns from which on a row is read block by block, as far as it is filled
 
 
@@ -182,7 +183,9 @@ def extend(
   where = jnp.where(valid, positions, cache.max_len)
   mask = jnp.arange(cache.max_len)[None, None] <= positions[..., None]
   table = layers.rope_table(positions, config.head_dim, config.rope_theta)
-  block = config.moe_block_decode if t == 1 else config.moe_block_train
+  # Blocks of one size: matmuls of other sizes round differently, so that a request's bits would
+  # depend on its neighbours (``moe._block_sizes``).  Small ones, as there is no weight gradient.
+  block = config.moe_block_decode if t == 1 else min(config.moe_block_train, PREFILL_BLOCK)
   blocked = t > 1 and cache.max_len >= LONG_ROW
   x = view["embed"][tokens]
   keys, values = list(cache.keys), list(cache.values)
