@@ -60,11 +60,13 @@ def test_dense_form_is_the_weighted_sum_over_chosen_experts():
     np.testing.assert_allclose(y[n], want, rtol=1e-4, atol=1e-4)
 
 
-def test_dead_tokens_use_no_block_and_change_no_other():
+def test_dead_tokens_have_no_row_and_change_no_other():
   experts = jnp.array([[0, 1], [0, 2], [3, 0], [1, 2]])
   live = jnp.array([True, False, True, False])
   plan = moe.plan_blocks(experts, live, E, 2)
-  assert int(plan.used) == 3  # expert 0 has two rows (one block), experts 1 and 3 one each
+  assert int(plan.used) == 3  # expert 0 has two rows, experts 1 and 3 one each
+  assert plan.expert[:3].tolist() == [0, 1, 3]
+  assert (plan.first[plan.expert[:3]].tolist(), plan.size.tolist()) == ([0, 2, 3], [2, 1, 0, 1])
   rows = np.asarray(plan.row)
   assert (rows[[1, 3]] >= plan.choice.shape[0]).all()
   choices = np.asarray(plan.choice)
