@@ -158,7 +158,7 @@ def test_what_cannot_be_tabulated_is_refused(tmp_path, monkeypatch, old, new, me
 
 def test_no_file_and_no_seed_are_refused(tmp_path, monkeypatch):
   monkeypatch.chdir(ROOT)
-  with pytest.raises(ConfigError, match=r"Found here: configs/experiments/critic_updates\.py"):
+  with pytest.raises(ConfigError, match=r"Found here: configs/experiments/adaptation\.py"):
     run_experiment("configs/experiments/nothing.py")
   path = tmp_path / "two.py"
   path.write_text(TWO_ARMS)
