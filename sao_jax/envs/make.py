@@ -24,4 +24,6 @@ def make_env(config: EnvConfig, sandbox: Sandbox | None = None) -> Callable[[], 
       return functools.partial(MathTool, config, sandbox)
     case "online_writing":
       return functools.partial(OnlineWriting, make_judge(config), config.judge)
+    case "coding":
+      raise ValueError("env.name = 'coding' is not written yet: its presets resolve and do not run")
   raise ValueError(f"env.name = {config.name!r}: choose one of math_tool, online_writing")

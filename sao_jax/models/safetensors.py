@@ -58,14 +58,20 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
 
   def __init__(self, path: str | pathlib.Path) -> None:
     self.path = pathlib.Path(path)
+    size = self.path.stat().st_size
     with self.path.open("rb") as file:
-      (length,) = struct.unpack("<Q", file.read(8))
-      header = json.loads(file.read(length))
+      try:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(min(length, size)))
+      except (struct.error, ValueError) as error:
+        raise ValueError(
+          f"{self.path} ({size} bytes) is cut short, or no safetensors file"
+        ) from error
     self.metadata: dict[str, str] = header.pop("__metadata__", {})
     self._start, self._tensors = 8 + length, header
-    size = self._start + max((t["data_offsets"][1] for t in header.values()), default=0)
-    if (found := self.path.stat().st_size) != size:
-      raise ValueError(f"{self.path} has {found} bytes, but its header describes {size}")
+    end = self._start + max((t["data_offsets"][1] for t in header.values()), default=0)
+    if end != size:
+      raise ValueError(f"{self.path} has {size} bytes, but its header describes {end}")
 
   def __getitem__(self, name: str) -> Shaped[np.ndarray, "..."]:
     entry = self._tensors[name]

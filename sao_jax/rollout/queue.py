@@ -49,6 +49,8 @@ class TrajectoryQueue:
     stale: "mask" hands out episodes with older tokens (``pack`` masks those tokens), "drop" drops
       such episodes whole.
     group_size: rollouts of one prompt; a group is handed out when all of it has finished.
+    min_staleness: a batch is handed out only when this many more wait behind it, so that its
+      episodes were started at least as many versions ago (at step k of a new run, min(k, that)).
   """
 
   def __init__(
@@ -57,15 +59,21 @@ class TrajectoryQueue:
     max_staleness: int,
     stale: str = "mask",
     group_size: int = 1,
+    min_staleness: int = 0,
   ) -> None:
     if batch_size < 1 or group_size < 1 or batch_size % group_size:
       raise ValueError(f"batch_size = {batch_size} is not a multiple of group_size = {group_size}")
     if max_staleness < 0:
       raise ValueError(f"max_staleness = {max_staleness}: must be 0 or more")
+    if not 0 <= min_staleness <= max_staleness:
+      raise ValueError(
+        f"min_staleness = {min_staleness} with max_staleness = {max_staleness}: no batch would be handed "
+        "out; choose min_staleness from 0 to max_staleness"
+      )
     if stale not in ("mask", "drop"):
       raise ValueError(f"stale = {stale!r}: choose one of mask, drop")
     self.batch_size, self.group_size = batch_size, group_size
-    self.max_staleness, self.stale = max_staleness, stale
+    self.max_staleness, self.stale, self._min_staleness = max_staleness, stale, min_staleness
     self._changed = threading.Condition()
     self._ready: collections.deque[list[Episode]] = collections.deque()  # whole groups, FIFO
     self._partial: dict[int, list[Episode]] = {}  # groups of which some members still run
@@ -364,7 +372,7 @@ class TrajectoryQueue:
 
   def _take(self, batch_size: int, version: Version) -> list[Episode] | None:
     groups = batch_size // self.group_size
-    if len(self._ready) < groups:
+    if len(self._ready) < groups * (1 + self._min_staleness):
       return None
     batch = [e for _ in range(groups) for e in self._ready.popleft()]
     self._training += batch

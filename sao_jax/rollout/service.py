@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -68,6 +69,8 @@ class RolloutService:
     if problem := unavailable(config.sandbox):
       raise ConfigError(problem)
     self.config, self.chat, self.stop = config, chat, stop or threading.Event()
+    if config.rollout.compute_dtype:
+      model = dataclasses.replace(model, compute_dtype=config.rollout.compute_dtype)
     view = jax.jit(lambda p: decode_view(p, model))
     # The engine decodes on one device, wherever the trainer's parameters are.
     where = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

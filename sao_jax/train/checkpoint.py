@@ -22,7 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from sao_jax.config import CheckpointConfig
-from sao_jax.outcome import RunFailed
+from sao_jax.outcome import RunFailed, one_line, out_of_room
 from sao_jax.train.jsonlines import write_whole
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ class Checkpoints:
     self._writing: tuple[int, threading.Thread] | None = None
     self._error: Exception | None = None  # of the write under way
     self.failure: str = ""  # why the last write failed
+    self._full = False  # for want of room
     if not read_only:
       self.folder.mkdir(parents=True, exist_ok=True)
     self._keep, self._keep_every = config.keep, config.keep_every
@@ -170,11 +171,13 @@ class Checkpoints:
       last = self.steps()
       raise CheckpointError(
         f"the checkpoint of step {step} could not be written to {self.folder}: {self.failure}. "
-        + (f"The last good one is of step {last[-1]}." if last else "There is none before it.")
+        + ("Make room and run" if self._full else "Once that is mended, run")
+        + " the same command: it "
+        + (f"goes on from step {last[-1]}." if last else "starts over: no checkpoint is before it.")
       )
 
   def _failed(self, step: int, error: Exception) -> None:
-    self.failure = _cause(error)
+    self.failure, self._full = one_line(error), out_of_room(error)
     self._report(f"checkpoint of step {step} failed: {self.failure}; the ones before it are intact")
     # The manager remembers the failed step and would wait for it: a new one starts from the disk.
     try:
@@ -246,11 +249,11 @@ class Checkpoints:
       return self._restored(step, targets)
     except Exception as error:
       if not sealed and not isinstance(error, OSError | MemoryError):
-        raise Damage(_cause(error)) from error
+        raise Damage(one_line(error)) from error
       raise CheckpointError(
         f"the checkpoint of step {step} in {self.folder} "
         + ("is intact, but does not fit" if sealed else "could not be read for")
-        + f" this model or version of the program: {_cause(error)}"
+        + f" this model or version of the program: {one_line(error)}"
       ) from error
 
   def _restored(self, step: int, targets: Mapping[str, Any]) -> Saved:
@@ -272,13 +275,15 @@ class Checkpoints:
     try:
       expected = json.loads(self._manifest(step).read_text())
     except (FileNotFoundError, ValueError):
-      return False  # killed just before it was written
+      expected = None
+    if not isinstance(expected, dict):
+      return False  # killed just before it was written, or damaged itself
     try:
       actual = _digests(self._step_folder(step))
     except OSError as error:
       # An error of the system, now: another time the checkpoint may be read.
       raise CheckpointError(
-        f"the checkpoint of step {step} in {self.folder} could not be read: {_cause(error)}"
+        f"the checkpoint of step {step} in {self.folder} could not be read: {one_line(error)}"
       ) from error
     for name, digest in expected.items():
       if actual.get(name) != digest:
@@ -288,11 +293,13 @@ class Checkpoints:
 
   def _put_aside(self, step: int, error: Exception) -> None:
     if self._read_only:
-      self._report(f"checkpoint of step {step} is damaged ({_cause(error)}): taking the one before")
+      self._report(
+        f"checkpoint of step {step} is damaged ({one_line(error)}): taking the one before"
+      )
       return
     aside = self.folder / f"damaged-{step}"
     self._report(
-      f"checkpoint of step {step} is damaged ({_cause(error)}): put aside as {aside.name}, going back "
+      f"checkpoint of step {step} is damaged ({one_line(error)}): put aside as {aside.name}, going back "
       "to the one before"
     )
     self._manager.close()
@@ -356,11 +363,3 @@ def _digests(folder: Path) -> dict[str, str]:
       with path.open("rb") as file:
         found[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
   return found
-
-
-def _cause(error: BaseException) -> str:
-  """The error in one line, of the innermost cause."""
-  while (inner := error.__cause__ or error.__context__) is not None:
-    error = inner
-  text = " ".join(str(error).split())
-  return f"{type(error).__name__}: {text[:300]}"

@@ -48,7 +48,7 @@ def _series(history: Sequence[Row], name: str) -> tuple[np.ndarray, np.ndarray]:
   return steps, values
 
 
-def _smooth(values: np.ndarray) -> np.ndarray:
+def smooth(values: np.ndarray) -> np.ndarray:
   """Mean over a centred window of a tenth of the run, cut off at the ends."""
   half = max(1, len(values) // 20)
   sums = np.concatenate([[0.0], np.cumsum(values)])
@@ -66,7 +66,7 @@ def _line(axis: Any, history: Sequence[Row], name: str, color: str, label: str |
     axis.plot(steps, values, color=color, label=label, marker="o", markersize=3)
   else:
     axis.plot(steps, values, color=color, alpha=0.25, linewidth=1)
-    axis.plot(steps, _smooth(values), color=color, linewidth=2, label=label)
+    axis.plot(steps, smooth(values), color=color, linewidth=2, label=label)
   return True
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from sao_jax.config import Config
 from sao_jax.data.tasks import fingerprint
 from sao_jax.loader import leaves
+from sao_jax.models.pretrained import ARCHITECTURE_FIELDS
 
 # Settings that change what is watched, kept or retried, not what is trained.
 FREE = (
@@ -28,13 +29,31 @@ VALUE_SECTIONS = (*SFT_SECTIONS, "rollout", "sandbox", "advantage", "value_pretr
 
 def sft_identity(config: Config, data: str) -> dict[str, Any]:
   """Of the supervised start; ``data`` is its fingerprint."""
-  return plain(_settings(config, SFT_SECTIONS) | {"data": data} | _tokenizer(config))
+  return plain(sft_settings(config) | {"data": data} | _tokenizer(config))
 
 
 def value_identity(config: Config, data: str) -> dict[str, Any]:
   """Of value pretraining, which starts from the policy of the supervised start."""
-  chosen = _settings(config, VALUE_SECTIONS) | {"critic.micro_batches": config.critic.micro_batches}
-  return plain(chosen | {"data": data} | _tokenizer(config))
+  return plain(value_settings(config) | {"data": data} | _tokenizer(config))
+
+
+def sft_settings(config: Config) -> dict[str, Any]:
+  """What decides the supervised start, but for the contents of files."""
+  return _settings(config, SFT_SECTIONS)
+
+
+def value_settings(config: Config) -> dict[str, Any]:
+  """The same of value pretraining."""
+  return _settings(config, VALUE_SECTIONS) | {"critic.micro_batches": config.critic.micro_batches}
+
+
+def policy_settings(config: Config) -> dict[str, Any]:
+  """What a policy's weights mean: its architecture and its tokenizer, not how it is computed."""
+  names = (
+    *(f"model.{field}" for field in ARCHITECTURE_FIELDS),
+    *("weights.source", "weights.upcycle_experts", "chat.format"),
+  )
+  return plain({p: x for p, x in leaves(config) if p in names} | _tokenizer(config))
 
 
 def run_identity(config: Config) -> dict[str, Any]:

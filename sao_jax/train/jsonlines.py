@@ -34,6 +34,17 @@ def _row(line: bytes, path: str | os.PathLike[str], number: int) -> Row:
   return row
 
 
+def read_steps(path: str | os.PathLike[str]) -> list[Row]:
+  """``read_rows`` of a file whose rows have a ``step``; raises RunFailed naming one that has none."""
+  rows = read_rows(path)
+  for number, row in enumerate(rows, 1):
+    if not isinstance(row.get("step"), int):
+      raise RunFailed(
+        f"{path}, line {number}: has no step: restore the file from a backup, or remove the line"
+      )
+  return rows
+
+
 def encode(row: Mapping[str, Any]) -> str:
   return json.dumps(row, allow_nan=False, default=str, ensure_ascii=False) + "\n"
 
@@ -62,7 +73,7 @@ class JsonLines:
   """
 
   def __init__(self, path: Path, resume_step: int | None = None) -> None:
-    rows = read_rows(path) if resume_step is not None and path.exists() else []
+    rows = read_steps(path) if resume_step is not None and path.exists() else []
     kept = [row for row in rows if row["step"] <= (resume_step or 0)]
     write_whole(path, "".join(map(encode, kept)))
     self._file = path.open("a", encoding="utf-8")

@@ -40,7 +40,7 @@ from rich.table import Table
 from sao_jax.config import ConfigError
 from sao_jax.train import progress
 from sao_jax.train.curves import draw
-from sao_jax.train.jsonlines import Row, encode, read_rows, write_whole
+from sao_jax.train.jsonlines import Row, encode, read_rows, read_steps, write_whole
 
 
 class Writer:
@@ -192,14 +192,14 @@ class Writer:
   def _take_back(self, path: Path, resume_step: int) -> None:
     kept: list[Row] = []
     if path.exists():
-      kept = [row for row in read_rows(path) if row["step"] <= resume_step]
+      kept = [row for row in read_steps(path) if row["step"] <= resume_step]
       if kept:
         self.last = kept[-1]
       if (end := self.last.get("step", 0)) < resume_step:
         self.print(
           f"{path} ends at step {end}, the checkpoint is of step {resume_step}: the lines between are lost"
         )
-        self._started -= self.last.get("time/elapsed", 0.0)
+      self._started -= self.last.get("time/elapsed", 0.0)
     write_whole(path, "".join(map(encode, kept)))
 
 

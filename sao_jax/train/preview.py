@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,8 +10,10 @@ import jax.numpy as jnp
 
 from sao_jax.config import Config, ModelConfig, OptimizerConfig
 from sao_jax.loader import leaves
+from sao_jax.models.folder import read_config
 from sao_jax.models.presets import smollm2_135m
 from sao_jax.optim import TRAIN, count_parameters, label_tree, learning_rate
+from sao_jax.train.stage import refusals
 from sao_jax.train.state import abstract
 
 MIB = 2**20
@@ -41,7 +44,11 @@ def known_model(config: Config) -> ModelConfig | None:
   """The architecture, where it is known before weights are read."""
   if config.weights.source == "gguf":
     return None
-  if config.weights.source == "random":
+  if config.weights.source == "huggingface" and config.weights.path:
+    with refusals():
+      return read_config(Path(config.weights.path).expanduser(), config.model)
+  # Without a folder yet, the shapes are those that the config names: for --dry-run.
+  if config.weights.source in ("random", "huggingface"):
     return config.model
   model = smollm2_135m()
   if experts := config.weights.upcycle_experts:
@@ -56,8 +63,9 @@ def first_rates(config: Config) -> list[str]:
   stages: list[tuple[str, OptimizerConfig, int]] = [("policy", config.policy, config.num_steps)]
   if config.critic.enabled:
     stages.append(("critic", config.critic, config.num_steps))
-  if config.sft.steps:
-    stages.insert(0, ("sft", config.sft, config.sft.steps))
+  if config.sft.steps or config.sft.epochs:  # of a file the last step is not known yet
+    total = config.sft.steps or config.sft.warmup_steps + 1
+    stages.insert(0, ("sft", config.sft, total))
   if config.value_pretrain.rollouts or config.value_pretrain.path:
     stages.append(("value_pretrain", config.value_pretrain, config.num_steps))
   return [

@@ -105,7 +105,11 @@ def make_queue(config: Config, service: RolloutService, resume: Saved | None) ->
   """The queue, with the episodes that waited in it when it was saved."""
   rollout = config.rollout
   queue = TrajectoryQueue(
-    config.batch_size, rollout.max_staleness, rollout.stale, config.group_size
+    config.batch_size,
+    rollout.max_staleness,
+    rollout.stale,
+    config.group_size,
+    rollout.min_staleness,
   )
   if resume is not None:
     waiting = episodes_from_bytes(resume.blob)

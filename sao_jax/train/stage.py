@@ -34,17 +34,20 @@ class Stage:
   identity: Mapping[str, Any]
 
 
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def differences(
+  saved: Mapping[str, Any], now: Mapping[str, Any], *, only_now: bool = False
+) -> list[str]:
   """``policy.lr: 0.001 in the checkpoint, 0.002 now`` for each entry that is not the same.
 
-  A setting that the program did not have yet when it saved had what is now its default.
+  A setting that the program did not have yet when it saved had what is now its default.  With
+  ``only_now`` entries that ``now`` lacks are not compared.
   """
   missing = "absent"
   defaults = {name: value for name, value in plain(dict(leaves(Config()))).items() if name in now}
   saved = defaults | dict(saved)
   return [
     f"{name}: {saved.get(name, missing)!r} in the checkpoint, {now.get(name, missing)!r} now"
-    for name in sorted(set(saved) | set(now))
+    for name in sorted(set(now) if only_now else set(saved) | set(now))
     if saved.get(name, missing) != now.get(name, missing)
   ]
 

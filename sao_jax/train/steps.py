@@ -105,7 +105,10 @@ def policy_loss(config: LossConfig) -> Callable:
     loss = loss * extras["weights"]
     if config.positive_nll:
       loss = loss - config.positive_nll * extras["positive_weights"] * logprobs
-    return loss, {"masked": masked.astype(jnp.float32)}
+    aux = {"masked": masked.astype(jnp.float32)}
+    if config.name in ("decoupled_ppo", "icepop", "a3po"):
+      aux["behavior_weight"] = jnp.exp(jax.lax.stop_gradient(prox) - rollout)
+    return loss, aux
 
   return loss_fn
 
@@ -245,18 +248,24 @@ def ratio_metrics(tokens: Metrics, batch: Batch) -> Metrics:
     for name, here in (("fresh", fresh), ("stale", stale))
     for q in (1, 50, 99)
   }
-  return quantiles | {
-    "loss/masked": masked_mean(jnp.abs(tokens["masked"]), mask),
-    "loss/masked_low": masked_mean((tokens["masked"] < 0).astype(jnp.float32), mask),
-    "loss/masked_high": masked_mean((tokens["masked"] > 0).astype(jnp.float32), mask),
-    "ratio/max_gap": jnp.where(mask, gap, 0.0).max(),
-    "ratio/max_gap_fresh": jnp.where(fresh, gap, 0.0).max(),
-    "ratio/mean_gap_fresh": masked_mean(gap, fresh),
-    "ratio/mean_gap_stale": masked_mean(gap, stale),
-    "ratio/kl": masked_mean(jnp.expm1(log_ratio) - log_ratio, mask),
-    "policy/entropy": masked_mean(tokens["entropy"], batch.action_mask),
-    "policy/trained_tokens": mask.sum().astype(jnp.float32),
-  }
+  weight = tokens.get("behavior_weight")  # π_prox / π_rollout, of losses that weigh by it
+  weights = {} if weight is None else {"ratio/behavior_max": jnp.where(mask, weight, 0.0).max()}
+  return (
+    quantiles
+    | weights
+    | {
+      "loss/masked": masked_mean(jnp.abs(tokens["masked"]), mask),
+      "loss/masked_low": masked_mean((tokens["masked"] < 0).astype(jnp.float32), mask),
+      "loss/masked_high": masked_mean((tokens["masked"] > 0).astype(jnp.float32), mask),
+      "ratio/max_gap": jnp.where(mask, gap, 0.0).max(),
+      "ratio/max_gap_fresh": jnp.where(fresh, gap, 0.0).max(),
+      "ratio/mean_gap_fresh": masked_mean(gap, fresh),
+      "ratio/mean_gap_stale": masked_mean(gap, stale),
+      "ratio/kl": masked_mean(jnp.expm1(log_ratio) - log_ratio, mask),
+      "policy/entropy": masked_mean(tokens["entropy"], batch.action_mask),
+      "policy/trained_tokens": mask.sum().astype(jnp.float32),
+    }
+  )
 
 
 def make_critic_step(

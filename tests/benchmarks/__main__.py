@@ -11,6 +11,8 @@ import os
 import pathlib
 import sys
 
+from sao_jax.cli import keep_freed_memory
+
 THREAD_VARIABLES = (
   "OMP_NUM_THREADS",
   "MKL_NUM_THREADS",
@@ -46,6 +48,7 @@ def main() -> int:
   if unknown:
     parser.error(f"no benchmark named {', '.join(unknown)}; there are {', '.join(names)}")
   pin_to_one_core(arguments.core)
+  keep_freed_memory()  # as sao-jax does; it holds for the peers too
   from tests.benchmarks import harness
 
   rows: list[harness.Row] = []

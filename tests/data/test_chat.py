@@ -235,3 +235,14 @@ def test_formats_and_tokenizers_are_checked(tmp_path):
   SMOL.save(str(tmp_path / "tokenizer.json"))
   config = ChatConfig(format="plain", tokenizer=str(tmp_path / "tokenizer.json"))
   assert make_chat(config).vocab_size == SMOL.get_vocab_size()
+
+
+def test_truncation_and_padding_that_a_tokenizer_file_asks_for_are_not_taken_over():
+  plain = byte_tokenizer("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+  cut = Tokenizer.from_str(plain.to_str())
+  cut.enable_truncation(4)
+  cut.enable_padding(length=8)
+  text = [user("a question of more than four tokens")]
+  config = ChatConfig(format="chatml")
+  assert make_chat(config, cut).encode_prompt(text) == make_chat(config, plain).encode_prompt(text)
+  assert cut.truncation is not None  # the caller's own is left as it was

@@ -213,7 +213,7 @@ def test_load_pretrained_refuses_contradictions(llama):
     pretrained.load_pretrained(weights, ModelConfig(num_heads=8), lambda _: None)
   with pytest.raises(pretrained.WeightsUnavailable, match="is not a file"):
     pretrained.load_pretrained(WeightsConfig("gguf", "nowhere.gguf"), ModelConfig())
-  with pytest.raises(ValueError, match="choose smollm2 or gguf"):
+  with pytest.raises(ValueError, match="choose huggingface, smollm2 or gguf"):
     pretrained.load_pretrained(WeightsConfig("random"), ModelConfig())
 
 

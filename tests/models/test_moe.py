@@ -11,20 +11,20 @@ from sao_jax.models import moe
 N, D, E, F, K = 37, 16, 4, 24, 2  # N · K is no multiple of any block
 
 
-def _value_and_gradients(form, experts):
+def _value_and_gradients(form, experts, n=N):
   keys = jax.random.split(jax.random.key(0), 5)
-  x = jax.random.normal(keys[0], (N, D))
+  x = jax.random.normal(keys[0], (n, D))
   router = jax.random.normal(keys[1], (D, E))
   w_gate_up = 0.2 * jax.random.normal(keys[2], (E, D, 2 * F))
   w_down = 0.2 * jax.random.normal(keys[3], (E, F, D))
-  cotangent = jax.random.normal(keys[4], (N, D))
+  cotangent = jax.random.normal(keys[4], (n, D))
 
   def loss(x, router, w_gate_up, w_down):
     weights, chosen, _ = moe.route(x, router, K)
     if experts is not None:
       chosen = jnp.broadcast_to(jnp.asarray(experts)[None], chosen.shape)
     if isinstance(form, int):
-      plan = moe.plan_blocks(chosen, jnp.ones(N, bool), E, form)
+      plan = moe.plan_blocks(chosen, jnp.ones(n, bool), E, form)
       y = moe.block_experts(x, weights, w_gate_up, w_down, plan, form)
     else:
       y = getattr(moe, f"{form}_experts")(x, weights, chosen, w_gate_up, w_down)
@@ -40,6 +40,15 @@ def test_forms_equal_the_dense_oracle_in_value_and_gradient(experts):
   for form in ("ragged", 8, 128):
     result = _value_and_gradients(form, experts)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), result, reference)
+
+
+@pytest.mark.parametrize("experts", [None, [3, 1]], ids=["routed", "two experts get every token"])
+def test_whole_blocks_and_then_quarters(experts):
+  """Of 300 rows an expert has two blocks of 128 and two of 32, the last of which is not full."""
+  assert moe.SMALLEST_QUARTER <= 32
+  reference = _value_and_gradients("dense", experts, 300)
+  result = _value_and_gradients(128, experts, 300)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), result, reference)
 
 
 def test_dense_form_is_the_weighted_sum_over_chosen_experts():
@@ -60,11 +69,13 @@ def test_dense_form_is_the_weighted_sum_over_chosen_experts():
     np.testing.assert_allclose(y[n], want, rtol=1e-4, atol=1e-4)
 
 
-def test_dead_tokens_use_no_block_and_change_no_other():
+def test_dead_tokens_have_no_row_and_change_no_other():
   experts = jnp.array([[0, 1], [0, 2], [3, 0], [1, 2]])
   live = jnp.array([True, False, True, False])
   plan = moe.plan_blocks(experts, live, E, 2)
-  assert int(plan.used) == 3  # expert 0 has two rows (one block), experts 1 and 3 one each
+  assert int(plan.used) == 3  # expert 0 has two rows, experts 1 and 3 one each
+  assert plan.expert[:3].tolist() == [0, 1, 3]
+  assert (plan.first[plan.expert[:3]].tolist(), plan.size.tolist()) == ([0, 2, 3], [2, 1, 0, 1])
   rows = np.asarray(plan.row)
   assert (rows[[1, 3]] >= plan.choice.shape[0]).all()
   choices = np.asarray(plan.choice)

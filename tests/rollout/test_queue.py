@@ -210,11 +210,35 @@ def test_death_is_raised_at_once_and_a_stop_after_the_last_batch():
   assert caught.value.__cause__ is cause
 
 
+def test_forced_lag_holds_a_batch_until_others_wait_behind_it():
+  queue = TrajectoryQueue(batch_size=2, max_staleness=2, min_staleness=2)
+  assert all(queue.admit() for _ in range(6))
+  for serial in range(5):
+    queue.put(episode(serial))
+  stop = threading.Event()
+  stop.set()
+  assert queue.get(2, Version(0, 0), stop=stop) == []  # two batches are not three
+  queue.put(episode(5))
+  for step in range(4):  # what is trained at a step was started two steps before
+    assert serials(queue.get(2, Version(0, step))) == [2 * step, 2 * step + 1]
+    queue.release()
+    for serial in (6 + 2 * step, 7 + 2 * step):
+      assert queue.admit()
+      queue.put(episode(serial))
+    assert not queue.admit()
+  queue.check()
+
+
 def test_nothing_enters_without_admission():
   queue = TrajectoryQueue(batch_size=1, max_staleness=0)
   with pytest.raises(ValueError, match="1 episodes leave, but 0 are running"):
     queue.put(episode(0))
-  for bad in ({"batch_size": 3, "group_size": 2}, {"max_staleness": -1}, {"stale": "keep"}):
+  for bad in (
+    {"batch_size": 3, "group_size": 2},
+    {"max_staleness": -1},
+    {"stale": "keep"},
+    {"min_staleness": 1},
+  ):
     with pytest.raises(ValueError):
       TrajectoryQueue(**{"batch_size": 2, "max_staleness": 0, **bad})
 

@@ -112,7 +112,7 @@ def test_a_write_that_fails_is_named_and_leaves_the_last_good_one(tmp_path):
   said, failure, step, steps = json.loads(done.stdout.splitlines()[-1])
   assert "checkpoint of step 2 failed" in said[0]
   assert "could not be written" in failure
-  assert "The last good one is of step 1" in failure
+  assert "it goes on from step 1" in failure
   assert step == 1
   assert steps == [1, 2]
 

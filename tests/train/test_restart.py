@@ -301,3 +301,44 @@ def test_a_half_done_supervised_start_is_not_exported(tmp_path, monkeypatch):
     sft(config)
   with pytest.raises(ConfigError, match="not finished: run sao-jax sft"):
     export(config)
+
+
+@pytest.mark.parametrize("path", ["model.rope_theta", "model.norm_eps", "model.experts_per_token"])
+def test_weights_are_not_read_as_those_of_another_model(run, tmp_path, path):
+  value = 2 if path.endswith("token") else 2.0
+  for command in (evaluate, lambda config: export(config, out=str(tmp_path / "out"))):
+    with pytest.raises(ConfigError, match=rf"mean something else:\n  {path}: .* in the checkpoint"):
+      command(config_of(run, **{path: value}))
+  assert not (tmp_path / "out").exists()
+  evaluate(config_of(run, **{"model.moe_impl": "dense", "env.max_turns": 2}))  # how, and on what
+
+
+def test_the_clock_goes_on(run):
+  before = read_rows(run / "metrics.jsonl")[-1]["time/elapsed"]
+  train(config_of(run, num_steps=STEPS + 1))
+  elapsed = [row["time/elapsed"] for row in read_rows(run / "metrics.jsonl")]
+  assert elapsed[-1] > before
+  assert elapsed == sorted(elapsed)
+
+
+def test_a_manifest_that_is_no_manifest_is_written_anew(run):
+  as_killed_at(run, 2)
+  manifest = run / "checkpoints" / "2.sha256"
+  manifest.write_text("[]")
+  train(config_of(run))
+  assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == list(range(STEPS + 1))
+
+
+def test_a_line_without_a_step_is_named(run):
+  as_killed_at(run, 2)
+  with (run / "metrics.jsonl").open("a") as file:
+    file.write("{}\n")
+  with pytest.raises(RunFailed, match=rf"metrics\.jsonl, line {STEPS + 2}: has no step"):
+    train(config_of(run))
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_at_once(run, monkeypatch):
+  monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+  for command in (train, evaluate):
+    with pytest.raises(ConfigError, match="cannot be written to: change its permissions"):
+      command(config_of(run))

@@ -42,11 +42,9 @@ def test_a_long_asynchronous_run_does_not_grow(tmp_path):
   folder = tmp_path / "run"
   changes = (f"--config.num_steps={steps}", "--config.rollout.max_staleness=2")
   changes += ("--config.rollout.prefix_cache_mb=1",)  # filled soon: what it holds is bounded
-  # Few saves: tensorstore's bindings keep some 25 to 85 KB of each for ever.
-  changes += (f"--config.checkpoint.every={steps // 4}",)
-  process = start(
-    folder, *changes, "--config.sft.steps=20", f"--config.evaluate.every={steps // 4}"
-  )
+  # Not too many saves: tensorstore's bindings keep some 25 to 85 KB of each for ever.
+  changes += (f"--config.checkpoint.every={max(10, steps // 40)}", "--config.sft.steps=20")
+  process = start(folder, *changes, f"--config.evaluate.every={max(10, steps // 40)}")
   samples: list[Sample] = []
   while process.poll() is None:
     step = last_step(folder / "metrics.jsonl")
@@ -63,7 +61,8 @@ def test_a_long_asynchronous_run_does_not_grow(tmp_path):
   for name in ("threads", "descriptors"):
     first, *_, last = np.array_split([getattr(s, name) for s in settled], 4)
     print(f"{name} {min(first)}–{max(first)} → {min(last)}–{max(last)}")
-    # A save under way has some of its own; they do not add up.
-    assert min(last) <= min(first)
-    assert max(last) <= max(first) + 8
+    # A save under way has some of its own, and pools start their few threads when they first need
+    # them; one kept for each of the saves or evaluations would be more.
+    assert min(last) <= min(first) + 4
+    assert max(last) <= max(first) + 16
   assert slope * steps < 0.05 * settled[0].rss_mb + 5
