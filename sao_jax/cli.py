@@ -164,10 +164,10 @@ def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     for path, value in loader.leaves(config):
       print(f"{path} = {value!r}" + ("  # overridden" if path in overrides else ""))
     print(*_resolve("sao_jax.train.preview:preview")(config), sep="\n")
-    if problem := _missing(config, command):
+    if problem := _refusal(config, command):
       print(f"this run would be refused: {problem}")
     return 0
-  if problem := _missing(config, command):
+  if problem := _refusal(config, command):
     raise ConfigError(problem)
   _keep_compiled_programs()
   keep_freed_memory()
@@ -176,8 +176,8 @@ def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
   return result if isinstance(result, int) else 0
 
 
-def _missing(config: Any, command: Command) -> str:
-  """Why the tool that was asked for does not work here; found before hours of other stages."""
+def _refusal(config: Any, command: Command) -> str:
+  """Why the run could not use its tool or environment here; found before hours of other stages."""
   if not command.sandbox:
     return ""
   if config.env.name == "coding":

@@ -38,7 +38,7 @@ class ModelConfig:
   param_dtype: str = "float32"
   compute_dtype: str = "float32"
   moe_impl: str = "auto"  # auto | dense | blocks | ragged_dot; auto: blocks on CPU, else ragged_dot
-  moe_block_train: int = 128  # rows of a block in `blocks`, training and prefill
+  moe_block_train: int = 128  # rows of a block in `blocks`, training; prefill: at most 32
   moe_block_decode: int = 8  # the same for decode
   attention: str = "auto"  # auto | dot | chunked
   attention_chunk: int = 512

@@ -41,7 +41,7 @@ def steps_to_recover(phase: int) -> Measure:
 def get_experiment() -> Experiment:
   return Experiment(
     name="adaptation",
-    question="Steps until reward recovers after each change of the wanted style (30 steps a phase).",
+    question="Steps until reward recovers after each change of the wanted style (45 steps a phase).",
     arms=(
       Arm("mean-128", CONFIGS / "online_writing_running_mean_128.py"),
       Arm("mean-8", CONFIGS / "online_writing_running_mean_8.py"),
@@ -54,8 +54,13 @@ def get_experiment() -> Experiment:
     },
     baseline="mean-128",
     compared="reward",
-    curves=(REWARD, "env/style_cute", "env/style_chuunibyou", "env/style_classical"),
-    changes={"num_steps": 90, "batch_size": 96, "task.phase_length": 30 * 96},
+    curves=(
+      REWARD,
+      "episode/style_cute",
+      "episode/style_chuunibyou",
+      "episode/style_classical",
+    ),
+    changes={"num_steps": PHASES * 45},  # of the config's phases
     small={
       **{path: x for path, x in SMALL.items() if not path.startswith("task.")},
       "num_steps": 6,

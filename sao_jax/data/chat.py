@@ -92,9 +92,6 @@ def make_chat(config: ChatConfig, tokenizer: Tokenizer | None = None) -> Chat:
       f"chat.format = {config.format!r} needs a tokenizer: set chat.tokenizer to a tokenizer.json, "
       "or load weights that bring one"
     )
-  tokenizer = Tokenizer.from_str(tokenizer.to_str())
-  tokenizer.no_truncation()  # a file may hold what its last user asked for
-  tokenizer.no_padding()
   match config.format:
     case "chatml":
       return ChatMLChat(tokenizer)
@@ -207,7 +204,7 @@ class _PlainText:
   """
 
   def __init__(self, tokenizer: Tokenizer) -> None:
-    self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
+    self._tokenizer = _own(tokenizer)
     added = self._tokenizer.get_added_tokens_decoder()
     controls = {id_: token.content for id_, token in added.items() if token.content.strip()}
     self._controls = frozenset(controls)
@@ -236,7 +233,7 @@ class ChatMLChat(Chat):
   """
 
   def __init__(self, tokenizer: Tokenizer) -> None:
-    self.tokenizer = Tokenizer.from_str(tokenizer.to_str())
+    self.tokenizer = _own(tokenizer)
     # Content is encoded with control tokens switched off, so that it cannot forge a turn.
     self.tokenizer.encode_special_tokens = True
     self._plain = _PlainText(tokenizer)
@@ -317,7 +314,7 @@ class PlainChat(Chat):
   """
 
   def __init__(self, tokenizer: Tokenizer) -> None:
-    self.tokenizer = Tokenizer.from_str(tokenizer.to_str())
+    self.tokenizer = _own(tokenizer)
     self.tokenizer.encode_special_tokens = True
     self._plain = _PlainText(tokenizer)
     self.vocab_size = tokenizer.get_vocab_size()
@@ -350,6 +347,14 @@ class PlainChat(Chat):
     if tokens and tokens[-1] in self.stop_ids and tokens[-1] != self.eos_id:
       tokens = tokens[:-1]
     return Message(role="assistant", content=self.decode(tokens))
+
+
+def _own(tokenizer: Tokenizer) -> Tokenizer:
+  """A copy to change, without the truncation and padding that a file's last user asked for."""
+  copy = Tokenizer.from_str(tokenizer.to_str())
+  copy.no_truncation()
+  copy.no_padding()
+  return copy
 
 
 def _control(tokenizer: Tokenizer, token: str) -> int:

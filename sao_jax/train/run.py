@@ -291,7 +291,11 @@ def policy_of(run: Run) -> tuple[Policy, int]:
       f"the supervised start in {folder} is at update {saved.step} and not finished: run sao-jax sft"
     )
   if changed := differences(saved.meta["identity"], policy_settings(config), only_now=True):
-    raise ConfigError(f"the weights in {folder} mean something else:\n  " + "\n  ".join(changed))
+    raise ConfigError(
+      f"the weights in {folder} mean something else:\n  "
+      + "\n  ".join(changed)
+      + "\nGive the settings that they were trained with."
+    )
   policy = dataclasses.replace(policy, params=saved.trees[item].params)
   return policy, saved.step if item == "policy" else 0
 

@@ -250,22 +250,20 @@ def ratio_metrics(tokens: Metrics, batch: Batch) -> Metrics:
   }
   weight = tokens.get("behavior_weight")  # π_prox / π_rollout, of losses that weigh by it
   weights = {} if weight is None else {"ratio/behavior_max": jnp.where(mask, weight, 0.0).max()}
-  return (
-    quantiles
-    | weights
-    | {
-      "loss/masked": masked_mean(jnp.abs(tokens["masked"]), mask),
-      "loss/masked_low": masked_mean((tokens["masked"] < 0).astype(jnp.float32), mask),
-      "loss/masked_high": masked_mean((tokens["masked"] > 0).astype(jnp.float32), mask),
-      "ratio/max_gap": jnp.where(mask, gap, 0.0).max(),
-      "ratio/max_gap_fresh": jnp.where(fresh, gap, 0.0).max(),
-      "ratio/mean_gap_fresh": masked_mean(gap, fresh),
-      "ratio/mean_gap_stale": masked_mean(gap, stale),
-      "ratio/kl": masked_mean(jnp.expm1(log_ratio) - log_ratio, mask),
-      "policy/entropy": masked_mean(tokens["entropy"], batch.action_mask),
-      "policy/trained_tokens": mask.sum().astype(jnp.float32),
-    }
-  )
+  return {
+    **quantiles,
+    **weights,
+    "loss/masked": masked_mean(jnp.abs(tokens["masked"]), mask),
+    "loss/masked_low": masked_mean((tokens["masked"] < 0).astype(jnp.float32), mask),
+    "loss/masked_high": masked_mean((tokens["masked"] > 0).astype(jnp.float32), mask),
+    "ratio/max_gap": jnp.where(mask, gap, 0.0).max(),
+    "ratio/max_gap_fresh": jnp.where(fresh, gap, 0.0).max(),
+    "ratio/mean_gap_fresh": masked_mean(gap, fresh),
+    "ratio/mean_gap_stale": masked_mean(gap, stale),
+    "ratio/kl": masked_mean(jnp.expm1(log_ratio) - log_ratio, mask),
+    "policy/entropy": masked_mean(tokens["entropy"], batch.action_mask),
+    "policy/trained_tokens": mask.sum().astype(jnp.float32),
+  }
 
 
 def make_critic_step(

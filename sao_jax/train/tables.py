@@ -125,16 +125,13 @@ class Results:
 
   def plain(self) -> dict[str, Any]:
     """Every run's numbers, for JSON."""
-    columns = self.all_columns()
-    return {
-      "runs": [
-        {"arm": arm, "seed": seed}
-        | {title: _finite(self.values(arm, f)[seed]) for title, f in columns.items()}
-        for arm, runs in self.runs.items()
-        for seed in runs
-      ],
-      "failures": dict(self.failures),
-    }
+    columns, found = self.all_columns(), []
+    for arm, runs in self.runs.items():
+      values = {title: self.values(arm, f) for title, f in columns.items()}
+      for seed in runs:
+        numbers = {title: _finite(by_seed[seed]) for title, by_seed in values.items()}
+        found.append({"arm": arm, "seed": seed, **numbers})
+    return {"runs": found, "failures": dict(self.failures)}
 
 
 def _finite(x: float) -> float | None:
@@ -225,6 +222,8 @@ def draw(results: Results, curves: Sequence[str], path: str | os.PathLike[str]) 
     axis.set_xlabel(label)
     for arm, runs in results.runs.items():
       _curve(axis, list(runs.values()), metric, over, arm, _style(arm, results.runs))
+    if not axis.lines:
+      axis.text(0.5, 0.5, "not recorded", transform=axis.transAxes, ha="center")
   for axis in axes[len(panels) :]:
     axis.remove()
   handles, labels = axes[0].get_legend_handles_labels()

@@ -12,6 +12,7 @@ import pytest
 
 from sao_jax.config import ConfigError
 from sao_jax.train.experiment import cells, read, run_experiment
+from sao_jax.train.jsonlines import read_rows
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted((ROOT / "configs" / "experiments").glob("*.py"))
@@ -63,6 +64,10 @@ def test_an_experiment_runs_to_its_table(path, tmp_path, monkeypatch):
     assert all(cell.strip() for cell in line.strip("|").split("|"))
     assert "nan" not in line
   assert table.with_suffix(".png").stat().st_size > 20_000
+  recorded = {
+    name for file in table.parent.glob("*/metrics.jsonl") for row in read_rows(file) for name in row
+  }
+  assert recorded.issuperset(experiment.curves)
   assert not json.loads(table.with_suffix(".json").read_text())["failures"]
 
 
