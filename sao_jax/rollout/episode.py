@@ -388,9 +388,14 @@ async def _close(work: Awaitable[object], what: str) -> None:
 
 @contextlib.asynccontextmanager
 async def _session(client: Client, key: str, run: _Run) -> AsyncIterator[Session]:
-  manager = client.session(key)
-  session = await run.wait("open session", manager.__aenter__(), "sample_seconds")
-  try:
-    yield session
+  manager, opened = client.session(key), []
+
+  async def enter() -> None:
+    opened.append(await manager.__aenter__())
+
+  try:  # a cancellation may come when the session is open and nobody has it yet
+    await run.wait("open session", enter(), "sample_seconds")
+    yield opened[0]
   finally:
-    await _close(manager.__aexit__(None, None, None), f"closing the session of episode {key}")
+    if opened:
+      await _close(manager.__aexit__(None, None, None), f"closing the session of episode {key}")

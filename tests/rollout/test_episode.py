@@ -282,6 +282,24 @@ def test_cancelling_an_episode_closes_it():
   assert client.sessions[0].closed == 1
 
 
+@pytest.mark.parametrize("ticks", range(12))
+def test_a_session_is_closed_whenever_the_cancellation_comes(ticks):
+  client = says(CALL)
+
+  async def main() -> None:
+    job = asyncio.create_task(
+      run_episode(ScriptedEnv([forever]), task(), client, CHAT, LIMITS, episode_id="e")
+    )
+    for _ in range(ticks):
+      await asyncio.sleep(0)
+    job.cancel()
+    with pytest.raises(asyncio.CancelledError):
+      await job
+    assert [session.closed for session in client.sessions] == [1] * len(client.sessions)
+
+  asyncio.run(main())
+
+
 def test_rewards_that_cannot_be_placed_are_refused():
   with pytest.raises(RewardError, match="nan is not a finite number"):
     run(ScriptedEnv([done(float("nan"))]), says(ANSWER))
