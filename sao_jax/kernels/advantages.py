@@ -13,7 +13,7 @@ Scalar = float | int | Float[Array, ""]
 Carry = tuple[jax.Array, jax.Array]  # value and advantage of the next action
 
 TILE_ROWS = 8  # one vector register
-TILE_COLUMNS = 8192  # a tile of each input stays in the second-level cache
+TILE_COLUMNS = 2048  # a tile of every array stays in the cache
 
 
 def _scan(
@@ -45,7 +45,7 @@ def _scan(
 
   zero = jnp.zeros(rewards.shape[1:], rewards.dtype)
   inputs = (rewards, values, discounts, skips) + ((lambdas,) if per_token else ())
-  last, advantages = lax.scan(step, carry or (zero, zero), inputs, reverse=True, unroll=2)
+  last, advantages = lax.scan(step, carry or (zero, zero), inputs, reverse=True)
   return last, jnp.where(mask, advantages, 0.0)
 
 
