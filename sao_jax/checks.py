@@ -235,14 +235,6 @@ def _check_sizes(config: Config) -> None:
       f"{config.env.max_tokens}: the longest episode would not fit a row."
     )
   rows = config.packing.rows or config.batch_size
-  longest = max(config.packing.lengths, default=config.env.max_tokens)
-  most = rows * (longest // 2)
-  if rows < config.batch_size and most < config.batch_size:
-    raise ConfigError(
-      f"packing.rows = {rows} rows of {longest} tokens hold {most} episodes at most (a token of prompt "
-      f"and one of reply each), batch_size = {config.batch_size}: raise packing.rows or the last of "
-      "packing.lengths, or set packing.rows = 0 for a row an episode"
-    )
   parts = config.policy.minibatches * config.policy.micro_batches
   if rows % parts:
     raise ConfigError(

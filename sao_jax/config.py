@@ -261,7 +261,7 @@ class PackingConfig:
   """Static shapes of a batch."""
 
   lengths: tuple[int, ...] = ()  # ladder of row lengths; () = powers of two up to env.max_tokens
-  rows: int = 0  # rows of a batch; 0 = batch_size (one trajectory a row)
+  rows: int = 0  # a batch has the fewest multiples that hold it; 0: batch_size, a row an episode
   max_segments: int = 2  # most trajectories per episode that a batch has room for
 
 

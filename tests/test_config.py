@@ -174,7 +174,6 @@ REFUSED = [
     {"rollout.max_running": 4, "group_size": 8},
     "rollout.max_running = 4 is less than group_size = 8",
   ),
-  ({"packing.rows": 2}, "packing.rows = 2 rows of 64 tokens hold 64 episodes at most"),
   ({"packing.lengths": (0, 64)}, "packing.lengths = (0, 64): each must be 1 or more"),
   ({"evaluate.top_p": 0.0}, "evaluate.top_p = 0.0: must be more than 0"),
   ({"model.head_dim": 15}, "model.head_dim = 15 is odd"),

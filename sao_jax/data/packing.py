@@ -1,8 +1,9 @@
 """Trajectory → Batch: ragged numpy episodes become one batch of static shapes.
 
-Shapes come from a ladder (``BatchSpec``): the number of rows and of segments is fixed, the row
-length is the smallest rung that holds the batch, so a run compiles at most once per rung.  Leaves
-are numpy until the trainer's one ``device_put``.
+Shapes come from a ladder (``BatchSpec``): the row length is the smallest rung that holds the batch; on
+the longest one there are as many times ``rows`` rows as it needs.  So few rows leave little padding and
+cost a compilation per multiple, many rows the other way round.  The number of segments is fixed.
+Leaves are numpy until the trainer's one ``device_put``.
 """
 
 import dataclasses
@@ -47,7 +48,8 @@ class PackingError(ValueError):
 class BatchSpec:
   """The static shapes of a run's batches.
 
-  ``rows`` is B, ``segments`` is N (room for trajectories), T comes from the ladder ``lengths``.
+  B is a multiple of ``rows``, ``segments`` is N (room for trajectories), T comes from the ladder
+  ``lengths``.
   """
 
   rows: int
@@ -63,18 +65,18 @@ class BatchSpec:
     return cls(rows, episodes * config.packing.max_segments, lengths)
 
   def fits(self, sizes: Sequence[int]) -> bool:
-    """Whether ``pack`` can place trajectories of these numbers of tokens."""
+    """Whether trajectories of these numbers of tokens go into ``rows`` rows."""
     if len(sizes) > self.segments or max(sizes, default=0) > self.lengths[-1]:
       return False
     return _first_fit(sizes, self.rows, self.lengths[-1]) is not None
 
   def zeros(self, length: int) -> Batch:
-    """A batch of padding only, of the exact shapes and dtypes of ``pack``: for warm-up compiles."""
-    return Batch(**self._padding(length))
+    """A batch of padding only, with shapes and dtypes as of ``pack``: for warm-up compiles."""
+    return Batch(**self._padding(self.rows, length))
 
-  def _padding(self, length: int) -> dict[str, Any]:
-    rows, n = (self.rows, length), self.segments
-    arrays: dict[str, Any] = {name: np.zeros(rows, dtype) for name, dtype in _ROW_FIELDS.items()}
+  def _padding(self, rows: int, length: int) -> dict[str, Any]:
+    shape, n = (rows, length), self.segments
+    arrays: dict[str, Any] = {name: np.zeros(shape, dtype) for name, dtype in _ROW_FIELDS.items()}
     arrays["temperature"][:] = 1.0
     arrays.update({name: np.zeros(n, dtype) for name, dtype in _SEGMENT_FIELDS.items()})
     arrays["group"][:] = -1
@@ -122,7 +124,7 @@ def pack(
     The batch with numpy leaves, and metrics of it.
 
   Raises:
-    PackingError: it does not fit; a token is of a later version or another incarnation; a
+    PackingError: it has too many trajectories or too long a one; a token is of a later version or another incarnation; a
       trajectory has no action, or has one at position 0.
   """
   spec = spec or BatchSpec.from_config(config)
@@ -139,8 +141,8 @@ def pack(
     )
   for episode in ordered:
     _check_episode(episode, version)
-  length, places = _place([len(t.tokens) for _, t in pairs], spec)
-  arrays = spec._padding(length)
+  (rows, length), places = _place([len(t.tokens) for _, t in pairs], spec)
+  arrays = spec._padding(rows, length)
   groups: dict[int, int] = {}
   for n, ((i, trajectory), (row, start)) in enumerate(zip(pairs, places, strict=True)):
     _write(arrays, n, trajectory, row, start, version, config)
@@ -183,22 +185,21 @@ def _check_episode(episode: Episode, version: Version) -> None:
       raise PackingError(f"{where} has rewards at positions {stray} that are not actions")
 
 
-def _place(sizes: Sequence[int], spec: BatchSpec) -> tuple[int, list[tuple[int, int]]]:
-  """The smallest rung that fits, and (row, start) of each trajectory on it."""
-  longest = max(sizes, default=0)
-  for length in spec.lengths:
-    if longest <= length and (places := _first_fit(sizes, spec.rows, length)) is not None:
-      return length, places
-  top = spec.lengths[-1]
+def _place(sizes: Sequence[int], spec: BatchSpec) -> tuple[tuple[int, int], list[tuple[int, int]]]:
+  """The smallest (rows, length) that fits, and (row, start) of each trajectory in it."""
+  longest, top = max(sizes, default=0), spec.lengths[-1]
   if longest > top:
     raise PackingError(
       f"a trajectory has {longest} tokens, the longest row {top}: raise packing.lengths or lower "
       "env.max_tokens"
     )
-  raise PackingError(
-    f"{len(sizes)} trajectories of {sum(sizes)} tokens do not fit {spec.rows} rows of {top} tokens "
-    f"({spec.rows * top} in all): raise packing.rows or packing.lengths"
-  )
+  for length in spec.lengths:
+    if longest <= length and (places := _first_fit(sizes, spec.rows, length)) is not None:
+      return (spec.rows, length), places
+  rows = 2 * spec.rows
+  while (places := _first_fit(sizes, rows, top)) is None:
+    rows += spec.rows  # ends: a row a trajectory always fits
+  return (rows, top), places
 
 
 def _first_fit(sizes: Sequence[int], rows: int, length: int) -> list[tuple[int, int]] | None:
@@ -284,6 +285,7 @@ def _metrics(batch: Batch, episodes: Sequence[Episode], config: Config) -> dict[
     return float(np.mean(values)) if len(values) else 0.0
 
   metrics = {
+    "batch/rows": float(actions.shape[0]),
     "batch/row_length": float(actions.shape[1]),
     "batch/fill": tokens / actions.size,
     "batch/tokens": float(tokens),

@@ -77,7 +77,7 @@ class LoopSteps:
     self.mesh = make_mesh(config.mesh)
     self.tokens = TokenRecord(None, None, None)  # of the last update
     self._verdict: dict[str, jax.Array] = {}
-    self.compiled: set[int] = set()
+    self.compiled: set[tuple[int, ...]] = set()
     trained = config.num_steps - (config.critic.only_steps if critic_def is not None else 0)
     self.policy_rate = learning_rate(config.policy, trained, config.policy.minibatches)
     self.policy, policy_tx = make_state(
@@ -117,9 +117,9 @@ class LoopSteps:
     self.anchor.params = trees.get("anchor")
 
   def __call__(self, batch: Batch, version: int) -> dict:
-    if (length := batch.tokens.shape[1]) not in self.compiled:
-      self.compiled.add(length)
-      with phase(f"compiling the training step for rows of {length} tokens"):
+    if (shape := batch.tokens.shape) not in self.compiled:
+      self.compiled.add(shape)
+      with phase("compiling the training step for {} rows of {} tokens".format(*shape)):
         return jax.block_until_ready(self.update(batch, version))
     return settle(self.mesh, self.update(batch, version))
 

@@ -37,13 +37,16 @@ MOE = c.ModelConfig(
   experts_per_token=2,
 )
 PROMPT, MEAN, LONGEST = 4, 64, 500
+MOST_ROWS = 10  # of 512 tokens: twice and a half times a batch's mean
 
 
 def rows(quick: bool) -> list[Row]:
   return [*_a3po_rows(3 if quick else 7), *_async_rows(2 if quick else 4)]
 
 
-def _config(loss: str = "dis", *, max_staleness: int = 2, slots: int = 32) -> c.Config:
+def _config(
+  loss: str = "dis", *, max_staleness: int = 2, slots: int = 32, rows: int = 8
+) -> c.Config:
   return c.Config(
     num_steps=100,
     batch_size=32,
@@ -61,7 +64,7 @@ def _config(loss: str = "dis", *, max_staleness: int = 2, slots: int = 32) -> c.
     advantage=c.AdvantageConfig(name="batch_mean"),
     critic=c.CriticConfig(enabled=False),
     policy=c.PolicyConfig(lr=1e-6),
-    packing=c.PackingConfig(rows=8, lengths=(512,), max_segments=1),
+    packing=c.PackingConfig(rows=rows, lengths=(512,), max_segments=1),
   )
 
 
@@ -193,14 +196,33 @@ class _Outcome:
   start_lag: float
 
 
-def _run(config: c.Config, policy, steps: int) -> _Outcome:
+class _Trainer:
+  """A policy step compiled for every number of rows that a batch may come to."""
+
+  def __init__(self, config: c.Config, policy):
+    self.policy = policy
+    self.state, optimizer = self.fresh(config)
+    self.step = make_policy_step(config, policy.graphdef, optimizer)
+    self.estimate = make_estimate(config, None)
+    spec = BatchSpec.from_config(config)
+    for rows in range(spec.rows, MOST_ROWS + 1, spec.rows):
+      self(dataclasses.replace(spec, rows=rows).zeros(512))
+
+  def fresh(self, config: c.Config):
+    params = jax.tree.map(lambda x: x + 0, self.policy.params)
+    return make_state(params, config.policy, 100)
+
+  def __call__(self, batch) -> None:
+    batch = jax.device_put(batch)
+    self.state, metrics = self.step(self.state, batch, self.estimate(None, batch)[0])
+    jax.block_until_ready(metrics)
+
+
+def _run(config: c.Config, trainer: _Trainer, steps: int) -> _Outcome:
   """``steps`` steady steps after two that fill the pipeline."""
-  state, optimizer = make_state(jax.tree.map(lambda x: x + 0, policy.params), config.policy, 100)
-  step = make_policy_step(config, policy.graphdef, optimizer)
-  estimate = make_estimate(config, None)
+  policy = trainer.policy
+  trainer.state, _ = trainer.fresh(config)
   queue = TrajectoryQueue(config.batch_size, config.rollout.max_staleness)
-  warm = jax.device_put(BatchSpec.from_config(config).zeros(512))
-  state, _ = jax.block_until_ready(step(state, warm, estimate(None, warm)[0]))
   ends, waits, lags, starts = [], [], [0], []
   with RolloutService(config, policy.config, policy.params, policy.chat) as service:
     service.engine.warmup()
@@ -215,10 +237,8 @@ def _run(config: c.Config, policy, steps: int) -> _Outcome:
         starts += [version - int(e.trajectories[0].policy_version.max()) for e in episodes]
         batch, packed = pack(episodes, service.version(), config)
         lags.append(int(packed["staleness/trained_max"]))
-        batch = jax.device_put(batch)
-        state, metrics = step(state, batch, estimate(None, batch)[0])
-        jax.block_until_ready(metrics)
-        service.publish(state.params, version + 1)
+        trainer(batch)
+        service.publish(trainer.state.params, version + 1)
         queue.release()
         ends.append(time.monotonic())
         if version == 1:
@@ -236,10 +256,10 @@ def _run(config: c.Config, policy, steps: int) -> _Outcome:
 
 
 def _async_rows(rounds: int) -> list[Row]:
-  configs = {"async": _config(), "sync": _config(max_staleness=0)}
-  policy = load_policy(configs["async"])
+  configs = {"async": _config(rows=2), "sync": _config(rows=2, max_staleness=0)}
+  trainer = _Trainer(configs["async"], load_policy(configs["async"]))
   outcomes: dict[str, list[_Outcome]] = {name: [] for name in configs}
-  run = functools.partial(_run, policy=policy, steps=6)
+  run = functools.partial(_run, trainer=trainer, steps=6)
   for _ in range(rounds):
     for name, config in configs.items():
       outcomes[name].append(run(config))

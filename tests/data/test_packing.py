@@ -181,9 +181,6 @@ def test_refusals_name_numbers_and_the_way_out():
     pack([episode(trajectory("p" + "a" * 8))], NOW, config())
   with pytest.raises(PackingError, match=r"5 trajectories of 1 episodes.*room for 4.*max_segments"):
     pack([episode(*[trajectory("pa", segment=i) for i in range(5)])], NOW, config())
-  three = [episode(trajectory("paaaa"), serial=i) for i in range(3)]
-  with pytest.raises(PackingError, match=r"3 trajectories of 15 tokens do not fit 1 rows of 8"):
-    pack(three, NOW, config(batch_size=3, packing=PackingConfig(rows=1)))
   with pytest.raises(PackingError, match=r"version 6, later than version 5"):
     pack([episode(trajectory("pa", version=6))], NOW, config())
   with pytest.raises(PackingError, match=r"incarnation 0, training is in 1"):
@@ -207,6 +204,26 @@ def test_ladder():
   assert BatchSpec.from_config(cfg, batch_size=6) == BatchSpec(6, 12, (4, 16))
   for shape, length in (("pa", 4), ("paaa", 4), ("paaaa", 16)):
     assert pack([episode(trajectory(shape))], NOW, cfg)[0].tokens.shape == (2, length)
+
+
+@pytest.mark.parametrize(
+  ("sizes", "shape"),
+  [
+    ((3, 3), (1, 8)),  # one row holds both
+    ((5, 4), (2, 8)),  # nine tokens do not go into one row of eight
+    ((5, 5, 3), (2, 8)),
+    ((5, 5, 5), (3, 8)),
+    ((8, 8, 8, 8, 8), (5, 8)),
+  ],
+)
+def test_there_are_as_many_times_the_rows_as_a_batch_needs(sizes, shape):
+  rows = [episode(trajectory("p" + "a" * (n - 1)), serial=i) for i, n in enumerate(sizes)]
+  cfg = config(batch_size=len(sizes), packing=PackingConfig(rows=1))
+  batch, metrics = pack(rows, NOW, cfg)
+  assert batch.tokens.shape == shape
+  assert (metrics["batch/rows"], metrics["batch/row_length"]) == shape
+  assert [len(segment["tokens"]) for segment in unpack(batch)] == list(sizes)
+  assert batch.num_actions[: len(sizes)].tolist() == [n - 1 for n in sizes]
 
 
 def test_an_empty_batch_and_the_warm_up_batch_have_the_shapes_of_a_full_one():
