@@ -19,6 +19,18 @@ def masked_std(x: Float[Array, "*n"], mask: Bool[Array, "*n"]) -> Float[Array, "
   return jnp.sqrt(masked_mean(jnp.square(centred), mask))
 
 
+def whitened(
+  x: Float[Array, "*n"], mask: Bool[Array, "*n"], eps: float = 1e-6
+) -> Float[Array, "*n"]:
+  """(x - mean) / (std + eps) over the mask, population std; 0 off the mask."""
+  # Bytes widen to floats sooner than to integers on CPU; a row's count is exact below 2**24.
+  count = jnp.maximum(mask.astype(jnp.float32).sum(-1).sum(), 1.0)
+  mean = jnp.where(mask, x, 0.0).sum() / count
+  centred = jnp.where(mask, x - mean, 0.0)
+  std = jnp.sqrt(jnp.square(centred).sum() / count)
+  return centred * (1.0 / (std + eps))
+
+
 def masked_quantile(
   x: Float[Array, "*n"], mask: Bool[Array, "*n"], q: float | Float[Array, ""]
 ) -> Float[Array, ""]:

@@ -16,7 +16,7 @@ from sao_jax.kernels.advantages import (
   length_adaptive_lambda,
   step_level_gae,
 )
-from sao_jax.kernels.stats import explained_variance, masked_mean
+from sao_jax.kernels.stats import explained_variance, masked_mean, whitened
 from sao_jax.models.transformer import token_values
 from sao_jax.types import Batch, Estimates
 
@@ -65,10 +65,7 @@ def normalized(advantages: jax.Array, batch: Batch, config: AdvantageConfig) -> 
     case "none":
       return advantages
     case "batch":
-      count = jnp.maximum(batch.action_mask.sum(), 1)
-      mean = jnp.where(batch.action_mask, advantages, 0.0).sum() / count
-      variance = jnp.where(batch.action_mask, (advantages - mean) ** 2, 0.0).sum() / count
-      return jnp.where(batch.action_mask, (advantages - mean) / (jnp.sqrt(variance) + 1e-6), 0.0)
+      return whitened(advantages, batch.action_mask)
     case other:
       raise ValueError(f"advantage.normalize = {other!r}: choose one of none, batch")
 

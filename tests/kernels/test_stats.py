@@ -20,6 +20,8 @@ def test_equals_numpy_on_the_entries_under_the_mask(seed, share, q):
   dirty = jnp.asarray(np.where(mask, x, np.nan))
   chosen, m = x[mask].astype(np.float64), jnp.asarray(mask)
   np.testing.assert_allclose(stats.masked_mean(dirty, m), chosen.mean(), rtol=1e-5)
+  white = np.where(mask, (x - chosen.mean()) / (chosen.std() + 1e-6), 0.0)
+  np.testing.assert_allclose(stats.whitened(dirty, m), white, rtol=1e-3, atol=1e-5)
   np.testing.assert_allclose(stats.masked_std(dirty, m), chosen.std(), rtol=1e-4, atol=1e-6)
   quantile = stats.masked_quantile(dirty, m, q)
   np.testing.assert_allclose(quantile, np.quantile(chosen, q), rtol=1e-4)
@@ -32,6 +34,7 @@ def test_empty_masks_give_zero_and_no_nan_gradient():
   x, none = jnp.full(4, jnp.nan), jnp.zeros(4, bool)
   for value in (
     stats.masked_mean(x, none),
+    stats.whitened(x, none).any(),
     stats.masked_std(x, none),
     stats.masked_quantile(x, none, 0.5),
     stats.explained_variance(x, x, none),
@@ -77,7 +80,7 @@ def test_kl_estimators_average_to_the_kl():
   assert (np.asarray(stats.kl_k3(*args)) >= 0).all()
 
 
-@pytest.mark.parametrize("name", ["masked_mean", "masked_std"])
+@pytest.mark.parametrize("name", ["masked_mean", "masked_std", "whitened"])
 def test_vmap_and_jit_equal_the_loop(name):
   function = getattr(stats, name)
   x = jax.random.normal(jax.random.key(0), (3, 7))
