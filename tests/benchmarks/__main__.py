@@ -40,6 +40,11 @@ def main() -> int:
   parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
   parser.add_argument("--only", action="append", help="bench_<name>.py to run (repeatable)")
   parser.add_argument("--quick", action="store_true", help="fewer rounds and smaller shapes")
+  parser.add_argument(
+    "--peers-keep-memory",
+    action="store_true",
+    help="give the peers the allocator settings that sao-jax makes for itself (glibc)",
+  )
   parser.add_argument("--core", type=int, help="which core (default: the first allowed one)")
   arguments = parser.parse_args()
   here = pathlib.Path(__file__).parent
@@ -48,8 +53,10 @@ def main() -> int:
   if unknown:
     parser.error(f"no benchmark named {', '.join(unknown)}; there are {', '.join(names)}")
   pin_to_one_core(arguments.core)
-  keep_freed_memory()  # as sao-jax does; it holds for the peers too
+  keep_freed_memory()  # as sao-jax does; harness.peer takes it back for the peers
   from tests.benchmarks import harness
+
+  harness.peers_keep_memory = arguments.peers_keep_memory
 
   rows: list[harness.Row] = []
   for name in arguments.only or names:

@@ -15,7 +15,7 @@ from sao_jax.kernels.advantages import batched_skip_observation_gae
 from sao_jax.kernels.losses import dis_loss
 from sao_jax.kernels.stats import whitened
 from sao_jax.rollout.sampling import sample
-from tests.benchmarks.harness import Row, blocking, interleave, missing
+from tests.benchmarks.harness import Row, blocking, interleave, missing, peer
 
 GAMMA, LAMBDA = 0.99, 0.95
 
@@ -55,12 +55,12 @@ def import_module_alone(name: str) -> types.ModuleType:
   return importlib.import_module(name)
 
 
-def check(ours: object, theirs: object, peer: str, tolerance: float = 2e-3) -> None:
+def check(ours: object, theirs: object, name: str, tolerance: float = 2e-3) -> None:
   """Raises unless both sides computed the same thing; a benchmark of something else is void."""
   ours, theirs = np.asarray(ours), np.asarray(theirs)
   error = float(np.abs(ours - theirs).max() / max(np.abs(theirs).max(), 1e-30))
   if not error <= tolerance:
-    raise AssertionError(f"ours and {peer} differ by {error:.2e} (allowed {tolerance:.0e})")
+    raise AssertionError(f"ours and {name} differ by {error:.2e} (allowed {tolerance:.0e})")
 
 
 # --- Advantages ---
@@ -94,11 +94,11 @@ def advantage_rows(
   limit = "3 reads, 2 writes of B·T"
   out = []
 
-  def compare(name: str, peer: Callable, rounds: int, must: float, excellent: float) -> None:
-    theirs_whitened, theirs_returns = peer()
+  def compare(name: str, theirs: Callable, rounds: int, must: float, excellent: float) -> None:
+    theirs_whitened, theirs_returns = theirs()
     check(whitened, np.asarray(theirs_whitened) * weights, name)
     check(np.asarray(returns) * weights, np.asarray(theirs_returns) * weights, name)
-    times = interleave({"ours": ours, "theirs": peer}, rounds=rounds, warmup=1)
+    times = interleave({"ours": ours, "theirs": peer(theirs)}, rounds=rounds, warmup=1)
     seconds = times.median("ours"), times.median("theirs")
     ratio = times.ratio("ours", "theirs")
     out.append(Row(bar, measure, seconds[0], "s", name, seconds[1], ratio, must, excellent, limit))
@@ -158,7 +158,7 @@ def numba_rows(shape: tuple[int, int], rounds: int) -> list[Row]:
     return loop(rewards, values, discounts, mask, np.float32(LAMBDA))
 
   check(ours(), theirs(), "numba")
-  times = interleave({"ours": ours, "theirs": theirs}, rounds=rounds)
+  times = interleave({"ours": ours, "theirs": peer(theirs)}, rounds=rounds)
   seconds = times.median("ours"), times.median("theirs")
   limit = "the loop a C compiler makes"
   ratio = times.ratio("ours", "theirs")
@@ -198,11 +198,11 @@ def sampling_rows(shape: tuple[int, int], rounds: int) -> list[Row]:
   chosen = torch.from_numpy(np.array(tokens)).long()[:, None]
   expected = torch.log_softmax(tensor, -1).gather(1, chosen)
   check(logprobs, expected[:, 0], "torch", 1e-5)
-  times = interleave({"ours": ours, "theirs": theirs}, rounds=rounds)
+  times = interleave({"ours": ours, "theirs": peer(theirs)}, rounds=rounds)
   seconds = times.median("ours"), times.median("theirs")
   ratio = times.ratio("ours", "theirs")
-  peer = "torch softmax + multinomial"
-  return [Row("10", measure, seconds[0], "s", peer, seconds[1], ratio, 0.5, 0.06, limit), extra]
+  name = "torch softmax + multinomial"
+  return [Row("10", measure, seconds[0], "s", name, seconds[1], ratio, 0.5, 0.06, limit), extra]
 
 
 # --- DIS ---
@@ -264,7 +264,7 @@ def dis_rows(shape: tuple[int, int], rounds: int) -> list[Row]:
     return lp.grad
 
   check(gradient, theirs(), "torch")
-  times = interleave({"ours": ours, "theirs": theirs}, rounds=rounds)
+  times = interleave({"ours": ours, "theirs": peer(theirs)}, rounds=rounds)
   seconds = [times.median(name) / tokens * 1e9 for name in ("ours", "theirs")]
   ratio = times.ratio("ours", "theirs")
   return [Row("13", measure, seconds[0], "ns", "torch eager", seconds[1], ratio, **bars)]

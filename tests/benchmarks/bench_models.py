@@ -19,7 +19,7 @@ from sao_jax.config import ModelConfig
 from sao_jax.kernels.losses import dis_loss
 from sao_jax.models import decode, head, moe, transformer
 from sao_jax.rollout.sampling import sample
-from tests.benchmarks.harness import Row, Timings, blocking, interleave
+from tests.benchmarks.harness import Row, Timings, blocking, interleave, peer
 
 BAND = {"eps_low": 0.3, "eps_high": 5.0}
 PEERS = importlib.util.find_spec("torch") and importlib.util.find_spec("transformers")
@@ -39,12 +39,12 @@ def rows(quick: bool) -> list[Row]:
   return [*table, _train_row(max(3, rounds // 2))]
 
 
-def _row(bar: str, measure: str, timings: Timings, peer: str, must: float, best: float) -> Row:
+def _row(bar: str, measure: str, timings: Timings, name: str, must: float, best: float) -> Row:
   ours = timings.median("ours")
   if not PEERS:
-    return Row(bar, measure, ours, peer=peer, must=must, excellent=best, note=NO_PEER)
-  theirs, ratio = timings.median(peer), timings.ratio("ours", peer)
-  return Row(bar, measure, ours, "s", peer, theirs, ratio, must, best)
+    return Row(bar, measure, ours, peer=name, must=must, excellent=best, note=NO_PEER)
+  theirs, ratio = timings.median(name), timings.ratio("ours", name)
+  return Row(bar, measure, ours, "s", name, theirs, ratio, must, best)
 
 
 # ---- head
@@ -82,7 +82,7 @@ def _head_rows(rounds: int, quick: bool) -> list[Row]:
   ours = blocking(_our_head(), *args, jnp.asarray(data["targets"], jnp.int32)[None], extras)
   sides: dict[str, Callable[[], object]] = {"ours": ours}
   if PEERS:
-    sides["torch"] = _torch_head(data)
+    sides["torch"] = peer(_torch_head(data))
     (total, _), (_, gw) = ours()
     loss, expected = sides["torch"]()
     np.testing.assert_allclose(total, loss, rtol=1e-3)
@@ -184,7 +184,7 @@ def _moe_rows(d: int, experts: int, rounds: int, n: int = 2048, f: int = 512) ->
   sides = {"ours": blocking(jax.jit(jax.value_and_grad(loss, argnums=(0, 1))), p, x)}
   if PEERS:
     for kind in ("eager", "grouped_mm"):
-      sides[kind] = _torch_moe(p, x, g, d, experts, kind)
+      sides[kind] = peer(_torch_moe(p, x, g, d, experts, kind))
       np.testing.assert_allclose(sides["ours"]()[0], sides[kind](), rtol=1e-3)  # type: ignore
   timings = interleave(sides, rounds=rounds, warmup=1)
   name = f"MoE fwd+bwd, {n} tokens, D{d} F{f} E{experts} k2"
@@ -326,15 +326,15 @@ def _decode_row(batch: int, rounds: int, prompt: int = 32, new: int = 64) -> Row
       with torch.no_grad():
         return model.generate(inputs, attention_mask=mask, pad_token_id=0, **settings)
 
-    sides["transformers generate"] = theirs
+    sides["transformers generate"] = peer(theirs)
   timings = interleave(sides, rounds=rounds, warmup=1)
   must, best = {1: (2.0, 2.8), 8: (1.7, 2.2), 32: (1.4, 1.75), 64: (1.1, 1.35)}[batch]
   speed = {k: batch * new / timings.median(k) for k in sides}
-  name, peer = f"decode, batch {batch}, prompt {prompt}, {new} new", "transformers generate"
+  name, other = f"decode, batch {batch}, prompt {prompt}, {new} new", "transformers generate"
   if not PEERS:
-    return Row("8", name, speed["ours"], "tok/s", peer=peer, must=must, note=NO_PEER)
-  ratio = timings.ratio(peer, "ours")
-  numbers = (speed["ours"], "tok/s", peer, speed[peer], ratio, must, best)
+    return Row("8", name, speed["ours"], "tok/s", peer=other, must=must, note=NO_PEER)
+  ratio = timings.ratio(other, "ours")
+  numbers = (speed["ours"], "tok/s", other, speed[other], ratio, must, best)
   return Row("8", name, *numbers, higher_is_better=True)
 
 
@@ -385,7 +385,7 @@ def _prefill_row(rounds: int, batch: int = 8, length: int = 960) -> Row:
       with torch.no_grad():
         return model(inputs, use_cache=True, logits_to_keep=1)
 
-    sides["transformers"] = theirs
+    sides["transformers"] = peer(theirs)
   timings = interleave(sides, rounds=rounds, warmup=1)
   row = _row("9b", f"prefill {batch} × {length}", timings, "transformers", 1.25, 1.0)
   return Row(**{**vars(row), "must": None, "excellent": None})  # informative
@@ -406,7 +406,7 @@ def _train_row(rounds: int, batch: int = 8, length: int = 256) -> Row:
   mask[:, 0] = False
   sides: dict[str, Callable[[], object]] = {"ours": _our_step(ids, data, mask)}
   if PEERS:
-    sides["torch"] = _torch_step(ids, data, mask)
+    sides["torch"] = peer(_torch_step(ids, data, mask))
     np.testing.assert_allclose(sides["ours"](), sides["torch"](), rtol=1e-3)  # type: ignore
   timings = interleave(sides, rounds=rounds, warmup=1)
   name = f"training step (DIS, AdamW), {batch * length} tokens, 15.5M MoE"
