@@ -6,7 +6,6 @@ a config answer at once.
 
 import argparse
 import contextlib
-import ctypes
 import importlib
 import os
 import signal
@@ -170,7 +169,7 @@ def _run(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
   if problem := _refusal(config, command):
     raise ConfigError(problem)
   _keep_compiled_programs()
-  keep_freed_memory()
+  _resolve("sao_jax.memory:keep_freed")()
   options = {name: getattr(arguments, name) for name in command.options}
   result = _resolve(command.target)(config, **options)
   return result if isinstance(result, int) else 0
@@ -208,20 +207,6 @@ def _keep_compiled_programs() -> None:
   cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
   os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(cache, "sao_jax", "jax"))
   os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
-
-
-def keep_freed_memory() -> None:
-  """glibc keeps what is freed instead of giving it back: a step asks for the same again.
-
-  Else every large buffer of a step is mapped anew and zeroed page by page, a tenth of a training
-  step on CPU.  Must be called before threads start; other C libraries are left alone.
-  """
-  mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-  if mallopt is not None:
-    trim_threshold, mmap_max, arena_max = -1, -4, -8  # of malloc.h
-    mallopt(mmap_max, 0)
-    mallopt(trim_threshold, 2**31 - 1)
-    mallopt(arena_max, 1)
 
 
 def _report(arguments: argparse.Namespace, rest: Sequence[str]) -> int:

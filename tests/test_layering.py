@@ -16,6 +16,7 @@ PACKAGE = ROOT / "sao_jax"
 RANKS = {
   "types": 0,
   "bounds": 0,
+  "memory": 0,
   "outcome": 0,
   "config": 1,
   "checks": 2,

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from sao_jax import memory
 from sao_jax.config import Config, ConfigError
 from sao_jax.data.chat import Chat
 from sao_jax.data.tasks import make_source, task_stream
@@ -126,9 +129,16 @@ def export(config: Config, *, out: str = "", fresh: bool = False) -> Path:
 def first_policy(run: Run) -> Policy:
   """The policy before any training."""
   with run.phase("loading the policy"), refusals():
-    policy = load_policy(run.config)
+    policy = _load_policy(run.config)
     check_lengths(run.config, policy.chat)
     judge_factory(run.config.env.judge)  # what cannot be imported is told before any long work
+  return policy
+
+
+def _load_policy(config: Config) -> Policy:
+  policy = load_policy(config)
+  if sum(x.nbytes for x in jax.tree.leaves(policy.params)) > memory.KEEP_BELOW:
+    memory.give_back_freed()
   return policy
 
 
@@ -268,7 +278,7 @@ def policy_of(run: Run) -> tuple[Policy, int]:
   """
   config = run.config
   with run.phase("loading the policy"), refusals():
-    policy = load_policy(config)
+    policy = _load_policy(config)
   wanted: int | None = config.evaluate.step if config.evaluate.step >= 0 else None
   folder, item = run.folder / "checkpoints", "policy"
   if wanted is None and not has_checkpoints(folder):

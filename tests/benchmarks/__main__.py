@@ -11,7 +11,7 @@ import os
 import pathlib
 import sys
 
-from sao_jax.cli import keep_freed_memory
+from sao_jax import memory
 
 THREAD_VARIABLES = (
   "OMP_NUM_THREADS",
@@ -53,7 +53,7 @@ def main() -> int:
   if unknown:
     parser.error(f"no benchmark named {', '.join(unknown)}; there are {', '.join(names)}")
   pin_to_one_core(arguments.core)
-  keep_freed_memory()  # as sao-jax does; harness.peer takes it back for the peers
+  memory.keep_freed()  # as sao-jax does; harness.peer takes it back for the peers
   from tests.benchmarks import harness
 
   harness.peers_keep_memory = arguments.peers_keep_memory

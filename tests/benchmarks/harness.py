@@ -5,17 +5,17 @@ one core with one thread each, in turn, and are timed by CPU seconds; a ratio is
 ratios within a round, so that a slow spell of the machine hits both sides of it.
 """
 
-import ctypes
 import dataclasses
 import functools
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+
+from sao_jax import memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,19 +127,16 @@ def peer(function: Callable[..., Any]) -> Callable[..., Any]:
   ``sao-jax`` tells glibc to keep what is freed, which saves a step the mapping of its large buffers.
   A peer does not; its buffers above 32 MiB, where glibc's own rule ends, are mapped at every call.
   """
-  mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-  mmap_threshold, mmap_max = -3, -4  # of malloc.h
 
   @functools.wraps(function)
   def call(*args: Any, **kwargs: Any) -> Any:
-    if mallopt is None or peers_keep_memory:
+    if peers_keep_memory:
       return function(*args, **kwargs)
-    mallopt(mmap_threshold, 32 << 20)
-    mallopt(mmap_max, 65536)
+    memory.map_large_buffers()
     try:
       return function(*args, **kwargs)
     finally:
-      mallopt(mmap_max, 0)
+      memory.keep_freed()
 
   return call
 
