@@ -222,7 +222,7 @@ def run_experiment(
   target = Path(out) if out else folder
   target.mkdir(parents=True, exist_ok=True)
   draw(results, experiment.curves, target / f"{experiment.name}.png")
-  options = " --small" if small else ""
+  options = (" --small" if small else "") + (f" --jobs={jobs}" if jobs > 1 else "")
   command = f"sao-jax experiment {path}{options} --seeds={','.join(map(str, seeds))}"
   table = target / f"{experiment.name}.md"
   write_whole(table, markdown(results, experiment.question, command))
