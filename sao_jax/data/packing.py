@@ -124,8 +124,8 @@ def pack(
     The batch with numpy leaves, and metrics of it.
 
   Raises:
-    PackingError: it has too many trajectories or too long a one; a token is of a later version or another incarnation; a
-      trajectory has no action, or has one at position 0.
+    PackingError: it has too many trajectories or too long a one; a token is of a later version or
+      another incarnation; a trajectory has no action, or has one at position 0.
   """
   spec = spec or BatchSpec.from_config(config)
   ordered = sorted(episodes, key=lambda e: e.sort_key)

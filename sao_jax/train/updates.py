@@ -119,7 +119,7 @@ class LoopSteps:
   def __call__(self, batch: Batch, version: int) -> dict:
     if (shape := batch.tokens.shape) not in self.compiled:
       self.compiled.add(shape)
-      with phase("compiling the training step for {} rows of {} tokens".format(*shape)):
+      with phase(f"compiling the training step for {shape[0]} rows of {shape[1]} tokens"):
         return jax.block_until_ready(self.update(batch, version))
     return settle(self.mesh, self.update(batch, version))
 

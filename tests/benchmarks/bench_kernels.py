@@ -89,14 +89,14 @@ def advantage_rows(
   weights = mask.astype(np.float32)
   discounts = np.full(shape, GAMMA, np.float32)
   ours = blocking(whitened_advantages, *map(jnp.asarray, (rewards, values, discounts, mask)))
-  whitened, returns = ours()
+  advantages, returns = ours()
   measure = f"skip-observation GAE + returns + whitening {list(shape)}"
   limit = "3 reads, 2 writes of B·T"
   out = []
 
   def compare(name: str, theirs: Callable, rounds: int, must: float, excellent: float) -> None:
-    theirs_whitened, theirs_returns = theirs()
-    check(whitened, np.asarray(theirs_whitened) * weights, name)
+    theirs_advantages, theirs_returns = theirs()
+    check(advantages, np.asarray(theirs_advantages) * weights, name)
     check(np.asarray(returns) * weights, np.asarray(theirs_returns) * weights, name)
     times = interleave({"ours": ours, "theirs": peer(theirs)}, rounds=rounds, warmup=1)
     seconds = times.median("ours"), times.median("theirs")
