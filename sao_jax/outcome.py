@@ -4,6 +4,7 @@ Nothing here imports JAX.  A refused configuration (``config.ConfigError``) is s
 """
 
 import errno
+import os
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
@@ -27,16 +28,26 @@ def innermost(error: BaseException) -> BaseException:
 
 
 def one_line(error: BaseException) -> str:
-  """The innermost cause, in a line to print."""
+  """The innermost cause, in a line to print; a full disk is said first, before tensorstore's paths."""
+  number = _full(error)
   error = innermost(error)
-  text = " ".join(str(error).split())
-  return f"{type(error).__name__}: {text[:300]}"
+  text = " ".join(str(error).split())[:300]
+  if number and os.strerror(number) not in text:
+    text = f"{os.strerror(number)}: {text}"
+  return f"{type(error).__name__}: {text}"
 
 
 def out_of_room(error: BaseException) -> bool:
-  """Whether a disk or a quota is full.  Tensorstore raises no OSError: its text has the number."""
+  """Whether a disk or a quota is full."""
+  return _full(error) is not None
+
+
+def _full(error: BaseException) -> int | None:
+  """The system's number of it.  Tensorstore raises no OSError: its text has the number."""
   error = innermost(error)
-  full = (errno.ENOSPC, errno.EDQUOT)
-  if isinstance(error, OSError):
-    return error.errno in full
-  return any(f"os_error_code='{number}'" in str(error) for number in full)
+  for number in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno == number:
+      return number
+    if not isinstance(error, OSError) and f"os_error_code='{number}'" in str(error):
+      return number
+  return None

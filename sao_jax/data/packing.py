@@ -68,7 +68,7 @@ class BatchSpec:
     """Whether trajectories of these numbers of tokens go into ``rows`` rows."""
     if len(sizes) > self.segments or max(sizes, default=0) > self.lengths[-1]:
       return False
-    return _first_fit(sizes, self.rows, self.lengths[-1]) is not None
+    return _fit(sizes, self.rows, self.lengths[-1]) is not None
 
   def zeros(self, length: int) -> Batch:
     """A batch of padding only, with shapes and dtypes as of ``pack``: for warm-up compiles."""
@@ -194,28 +194,34 @@ def _place(sizes: Sequence[int], spec: BatchSpec) -> tuple[tuple[int, int], list
       "env.max_tokens"
     )
   for length in spec.lengths:
-    if longest <= length and (places := _first_fit(sizes, spec.rows, length)) is not None:
+    if longest <= length and (places := _fit(sizes, spec.rows, length)) is not None:
       return (spec.rows, length), places
   rows = 2 * spec.rows
-  while (places := _first_fit(sizes, rows, top)) is None:
+  while (places := _fit(sizes, rows, top)) is None:
     rows += spec.rows  # ends: a row a trajectory always fits
   return (rows, top), places
 
 
-def _first_fit(sizes: Sequence[int], rows: int, length: int) -> list[tuple[int, int]] | None:
-  """One trajectory a row where there are enough rows, else first fit, the longest first."""
+def _fit(sizes: Sequence[int], rows: int, length: int) -> list[tuple[int, int]] | None:
+  """(row, start) of each trajectory, one a row where there are enough rows.
+
+  Else the longest first, into the emptiest row, so that each part of the rows (a minibatch) has its
+  share; or, where they do not fit so, into the first row with room.
+  """
   if len(sizes) <= rows:
     return [(row, 0) for row in range(len(sizes))]
-  used = np.zeros(rows, np.int64)
-  places = [(0, 0)] * len(sizes)
-  for n in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
-    fits = used + sizes[n] <= length
-    if not fits.any():
-      return None
-    row = int(np.argmax(fits))
-    places[n] = (row, int(used[row]))
-    used[row] += sizes[n]
-  return places
+  for emptiest in (True, False):
+    used = np.zeros(rows, np.int64)
+    places = [(0, 0)] * len(sizes)
+    for n in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
+      row = int(np.argmin(used) if emptiest else np.argmax(used + sizes[n] <= length))
+      if used[row] + sizes[n] > length:
+        break
+      places[n] = (row, int(used[row]))
+      used[row] += sizes[n]
+    else:
+      return places
+  return None
 
 
 def _write(

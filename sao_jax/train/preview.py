@@ -94,7 +94,10 @@ def memory(config: Config, model: ModelConfig) -> list[str]:
   parts["gradients"] = _bytes(policy)
   rows = (config.packing.rows or config.batch_size) / config.policy.micro_batches
   tokens = rows * max(config.packing.lengths or (config.env.max_tokens,))
-  parts["activations of a micro-batch"] = tokens * _activation_bytes(model, width)
+  more = ", more where a batch needs more" if config.packing.rows else ""
+  parts[f"activations of a micro-batch ({rows:g} rows{more})"] = tokens * _activation_bytes(
+    model, width
+  )
   trainer = sum(parts.values()) / devices
   kv = 2 * model.num_layers * model.num_kv_heads * model.head_dim * width
   engine = {

@@ -226,6 +226,15 @@ def test_there_are_as_many_times_the_rows_as_a_batch_needs(sizes, shape):
   assert batch.num_actions[: len(sizes)].tolist() == [n - 1 for n in sizes]
 
 
+def test_every_row_has_its_share_where_trajectories_share_rows():
+  sizes = (2, 7, 3, 5, 4, 3)
+  rows = [episode(trajectory("p" + "a" * (n - 1)), serial=i) for i, n in enumerate(sizes)]
+  cfg = config(batch_size=6, packing=PackingConfig(rows=2, lengths=(24,)))
+  batch, _ = pack(rows, NOW, cfg)
+  # All 24 tokens would fit the first row, and leave the second minibatch of two empty.
+  assert (batch.segment_ids > 0).sum(1).tolist() == [12, 12]
+
+
 def test_an_empty_batch_and_the_warm_up_batch_have_the_shapes_of_a_full_one():
   cfg = config()
   full, _ = pack([episode(trajectory("pa"))], NOW, cfg)
@@ -296,3 +305,12 @@ def test_unpack_inverts_pack_and_masks_say_what_they_mean(made, rows, truncation
   assert batch.num_actions.sum() == batch.action_mask.sum()
   np.testing.assert_allclose(batch.returns.sum(), batch.rewards.sum(), atol=1e-5)
   assert metrics["staleness/trained_max"] <= bound
+
+
+def test_rows_that_only_the_first_with_room_fills():
+  # 4 + 4 | 3 + 3 + 2 into rows of 8: the emptiest row takes 4 | 4, 3, then 3 and has no room for 2.
+  sizes = (4, 4, 3, 3, 2)
+  rows = [episode(trajectory("p" + "a" * (n - 1)), serial=i) for i, n in enumerate(sizes)]
+  batch, _ = pack(rows, NOW, config(batch_size=5, packing=PackingConfig(rows=2)))
+  assert batch.tokens.shape == (2, 8)
+  assert [len(segment["tokens"]) for segment in unpack(batch)] == list(sizes)
