@@ -123,6 +123,8 @@ def test_ctrl_c_ends_the_run_that_runs_and_begins_no_other(tmp_path):
   process = subprocess.Popen(
     command(path, "--seeds=0,1"), cwd=tmp_path, stderr=subprocess.DEVNULL,
     stdout=subprocess.DEVNULL, start_new_session=True,
+    # A shell that runs the tests in the background has them ignore ctrl-C, and whom they start.
+    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
   )  # fmt: skip
   try:
     deadline = time.monotonic() + 300
