@@ -115,16 +115,26 @@ def test_an_arm_of_which_every_run_fails_is_a_row_of_the_table(tmp_path):
   assert "| a | 1 | 0" in done.stdout
 
 
+@pytest.fixture
+def heeded_ctrl_c():
+  """Has children heed ctrl-C: a shell that runs tests in the background has them ignore it.
+
+  A handler, unlike what is ignored, is not inherited: a new program begins with the default.  Popen's
+  preexec_fn would do, but forks, which JAX warns of.
+  """
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  yield
+  signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.slow
-def test_ctrl_c_ends_the_run_that_runs_and_begins_no_other(tmp_path):
+def test_ctrl_c_ends_the_run_that_runs_and_begins_no_other(tmp_path, heeded_ctrl_c):
   path = tmp_path / "two.py"
   path.write_text(TWO_ARMS)
   runs = tmp_path / "runs" / "experiments" / "two"
   process = subprocess.Popen(
     command(path, "--seeds=0,1"), cwd=tmp_path, stderr=subprocess.DEVNULL,
     stdout=subprocess.DEVNULL, start_new_session=True,
-    # A shell that runs the tests in the background has them ignore ctrl-C, and whom they start.
-    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
   )  # fmt: skip
   try:
     deadline = time.monotonic() + 300
