@@ -9,7 +9,7 @@ and PPO without any asynchrony.  Run it with nothing else on the machine: it mea
 from pathlib import Path
 
 from sao_jax.train.experiment import SMALL, Arm, Experiment
-from sao_jax.train.tables import final, largest, mean
+from sao_jax.train.tables import final, largest, mean, median
 
 CONFIGS = Path(__file__).parent.parent
 
@@ -26,8 +26,8 @@ def get_experiment() -> Experiment:
       Arm("sync", CONFIGS / "ppo.py", {"rollout.max_staleness": 0}),
     ),
     columns={
-      "seconds a step": mean("time/step"),
-      "seconds of the proximal forward": mean("time/prox", missing=0.0),
+      "seconds a step": median("time/step"),
+      "seconds of the proximal forward": median("time/prox", missing=0.0),
       "largest behaviour weight": largest("ratio/behavior_max", missing=1.0),
       "clipped tokens": mean("loss/masked"),
       "held-out reward": final("eval/sampled"),

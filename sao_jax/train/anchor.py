@@ -32,11 +32,16 @@ class Anchor:
     needed = self._kept or config.prox == "recompute"
     self._logprobs = make_logprobs(policy_def) if needed else None
 
-  def __call__(self, policy: Any, batch: Batch, estimates: Estimates) -> tuple[Estimates, dict]:
-    """The estimates with their anchor, and the seconds that its forward took."""
+  def __call__(
+    self, policy: Any, batch: Batch, estimates: Estimates, after: Any = None
+  ) -> tuple[Estimates, dict]:
+    """The estimates with their anchor, and the seconds that its forward took.
+
+    ``after``: arrays of what was dispatched before; it is waited for, and no part of the time.
+    """
     if self._logprobs is None:
       return estimates, {}
-    jax.block_until_ready(estimates)  # what was dispatched before is no part of the time
+    jax.block_until_ready((estimates, after))
     start = time.perf_counter()
     weights = self.params if self._kept else policy
     logprobs = jax.block_until_ready(self._logprobs(weights, batch))

@@ -57,18 +57,38 @@ def largest(metric: str, missing: float | None = None) -> Measure:
   return measure
 
 
-def total(metric: str) -> Measure:
-  return lambda rows: _of(np.sum, series(rows, metric), metric)
+def median(metric: str, missing: float | None = None) -> Measure:
+  """Of times, which a step that compiles would drag up."""
+
+  def measure(rows: Sequence[Row]) -> float:
+    found = series(rows, metric)
+    return missing if missing is not None and not len(found) else _of(np.median, found, metric)
+
+  return measure
 
 
 def per_second(metric: str) -> Measure:
-  """Its sum over the sum of the steps' times."""
-  return lambda rows: total(metric)(rows) / total(SECONDS)(rows)
+  """Its sum over the sum of the steps' times, after the first step, which compiles."""
+
+  def measure(rows: Sequence[Row]) -> float:
+    found, seconds = series(rows, metric), series(rows, SECONDS)
+    first = min(1, len(seconds) - 1)
+    return _of(np.sum, found[first:], metric) / _of(np.sum, seconds[first:], SECONDS)
+
+  return measure
 
 
 def final(metric: str) -> Measure:
   """The metric where it was measured last, such as the evaluation after RL."""
   return lambda rows: _of(lambda found: found[-1], series(rows, metric), metric)
+
+
+def spent(rows: Sequence[Row], metric: str) -> np.ndarray:
+  """The metric summed up to each step; seconds without those of the first step, which compiles."""
+  found = series(rows, metric)
+  if metric == SECONDS:
+    found[:1] = 0.0
+  return np.cumsum(found)
 
 
 def _of(function: Callable[[np.ndarray], Any], found: np.ndarray, metric: str) -> float:
@@ -106,7 +126,7 @@ class Results:
 
   def budget(self, metric: str) -> float:
     """The most of a cumulative metric that every run spent."""
-    return min(float(series(r, metric).sum()) for runs in self.runs.values() for r in runs.values())
+    return min(float(spent(r, metric)[-1]) for runs in self.runs.values() for r in runs.values())
 
   def all_columns(self) -> dict[str, Measure]:
     """The experiment's, and reward at the budget of tokens and of time that all runs share."""
@@ -142,11 +162,12 @@ def at_budget(metric: str, budget: float) -> Measure:
   """Mean reward of the steps in the last fifth before the budget was spent."""
 
   def measure(rows: Sequence[Row]) -> float:
-    spent, rewards = np.cumsum(series(rows, metric)), series(rows, REWARD)
-    inside = spent <= budget * (1 + 1e-9)
+    costs, rewards = spent(rows, metric), series(rows, REWARD)
+    inside = costs <= budget * (1 + 1e-9)
     inside[0] = True  # one step may cost more than the budget
-    near = inside & (spent > (1 - WINDOW) * spent[inside][-1])
-    return float(rewards[: len(spent)][near].mean())
+    near = inside & (costs > (1 - WINDOW) * costs[inside][-1])
+    near[inside.sum() - 1] = True
+    return float(rewards[: len(costs)][near].mean())
 
   return measure
 
@@ -260,7 +281,7 @@ def _curve(
     x = np.linspace(1, min(max(r["step"] for r in rows) for rows in runs), length)
   else:
     scale = 1e3 if over == TOKENS else 1.0
-    x = np.stack([np.cumsum(series(rows, over))[:length] for rows in runs]).mean(0) / scale
+    x = np.stack([spent(rows, over)[:length] for rows in runs]).mean(0) / scale
   axis.plot(x, values.mean(0), label=arm, linewidth=1.8, **style)
   if len(runs) > 1:
     axis.fill_between(

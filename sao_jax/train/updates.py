@@ -142,7 +142,7 @@ class LoopSteps:
       if critic_config.advantages == "after":
         estimates, _ = self.estimate(self.critic.params, batch)
     logprobs = None
-    estimates, timed = self.anchor(self.policy.params, batch, estimates)
+    estimates, timed = self.anchor(self.policy.params, batch, estimates, after=self.critic)
     metrics |= timed
     if self.critic is None or version >= critic_config.only_steps:
       parts, updates = self.config.policy.minibatches, []

@@ -1,6 +1,7 @@
 """The rows of the papers' tables as settings: advantages by hand, identities, what is kept."""
 
 import dataclasses
+import time
 
 import jax
 import jax.numpy as jnp
@@ -256,6 +257,27 @@ def test_the_anchor_follows_as_asked():
   )
   stored.follow(twice, 2)
   np.testing.assert_array_equal(jax.tree.leaves(stored.params)[0], jax.tree.leaves(twice)[0])
+
+
+def test_the_time_of_the_anchor_is_that_of_its_own_forward():
+  """Critic updates that were dispatched before it are still running."""
+  config = with_loss(name="decoupled_ppo", prox="recompute", **BAND)
+  policy = load_policy(config)
+  batch = jax.device_put(pack(episodes_of([1, 0] * 4), Version(0, 0), config)[0])
+  estimates, _ = make_estimate(config, None)(None, batch)
+  anchor = Anchor(config.loss, policy.graphdef, policy.params)
+  anchor(policy.params, batch, estimates)  # compiles
+
+  def slow(x):
+    time.sleep(0.8)
+    return x
+
+  updates = jax.jit(lambda x: jax.pure_callback(slow, x, x))
+  x = np.zeros(3, np.float32)
+  updates(x).block_until_ready()
+  start = time.perf_counter()
+  _, timed = anchor(policy.params, batch, estimates, after=updates(x))
+  assert time.perf_counter() - start > 0.8 > 2 * timed["time/prox"]
 
 
 @pytest.mark.parametrize("prox", ["ewma", "snapshot"])

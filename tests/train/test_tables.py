@@ -39,7 +39,7 @@ def test_measures_leave_out_what_is_before_training():
   assert tables.last("episode/reward")(run) == 6.0
   assert tables.last("episode/reward", 0.5)(run) == 4.5
   assert tables.largest("episode/reward")(run) == 6.0
-  assert tables.total("time/step")(run) == 8.0
+  assert tables.median("episode/reward")(run) == 2.5
   assert tables.per_second("batch/action_tokens")(run) == 5.0
   assert tables.final("eval/sampled")(run) == 6.0
   assert tables.mean("time/prox", missing=0.0)(run) == 0.0
@@ -50,12 +50,25 @@ def test_measures_leave_out_what_is_before_training():
 def test_equal_tokens_and_equal_time_are_of_the_smallest_run():
   found = results()
   assert found.budget("batch/action_tokens") == 40.0
-  assert found.budget("time/step") == 8.0
+  assert found.budget("time/step") == 6.0  # of three steps: the first compiles
   # 40 tokens are four steps of one run and two of the other; the last fifth is the last step
   at = tables.at_budget("batch/action_tokens", 40.0)
   assert at(found.runs["sao d=0"][0]) == 1.0
   assert at(rows([0.0, 0.75, 1.0, 1.0], tokens=20.0)) == 0.75
   assert tables.at_budget("batch/action_tokens", 5.0)(rows([0.25, 1.0])) == 0.25  # less than a step
+
+
+def test_a_first_step_that_compiles_costs_no_time():
+  run = rows([0.25, 0.5, 0.75, 1.0])
+  slow = rows([0.25, 0.5, 0.75, 1.0], time__step=[60.0, 2.0, 2.0, 2.0])
+  both = results(runs={"sao d=0": {0: run}, "grpo d=0": {0: slow}})
+  assert both.budget("time/step") == 6.0
+  for budget, reward in ((0.0, 0.25), (2.0, 0.5), (4.0, 0.75), (6.0, 1.0)):
+    assert tables.at_budget("time/step", budget)(slow) == reward
+    assert tables.at_budget("time/step", budget)(run) == reward
+  assert tables.per_second("batch/action_tokens")(slow) == 5.0
+  assert tables.median("time/step")(slow) == 2.0
+  assert tables.per_second("batch/action_tokens")(rows([0.25])) == 5.0  # nothing but the first
 
 
 def test_differences_are_paired_by_seed():
@@ -98,7 +111,7 @@ def test_what_was_not_finite_is_said_and_not_passed_over():
 
 
 def test_a_metric_that_no_run_has_is_named():
-  for measure in (tables.final, tables.mean, tables.last, tables.largest, tables.total):
+  for measure in (tables.final, tables.mean, tables.last, tables.largest, tables.median, tables.per_second):
     wrong = results(columns={"greedy": measure("eval/greedy")}, compared="greedy")
     with pytest.raises(RunFailed, match=r"sao d=0, seed 0: the run has no metric 'eval/greedy'"):
       tables.markdown(wrong, "", "")
