@@ -16,6 +16,7 @@ import numpy as np
 from sao_jax import config as c
 from sao_jax.data.packing import BatchSpec, pack
 from sao_jax.envs.base import Step
+from sao_jax.kernels.losses import proximal_logprobs
 from sao_jax.rollout.queue import TrajectoryQueue
 from sao_jax.rollout.service import RolloutService
 from sao_jax.rollout.workers import Workers
@@ -23,7 +24,7 @@ from sao_jax.train.estimates import make_estimate
 from sao_jax.train.state import load_policy, make_state
 from sao_jax.train.steps import make_logprobs, make_policy_step
 from sao_jax.types import Message, Task
-from tests.benchmarks.harness import Row, interleave
+from tests.benchmarks.harness import Row, blocking, interleave
 
 MOE = c.ModelConfig(
   vocab_size=4096,
@@ -92,6 +93,10 @@ def _a3po_rows(rounds: int) -> list[Row]:
     step(dataclasses.replace(step.estimates, anchor_logprobs=anchor))
 
   timings = interleave({**steps, "recompute": recompute}, rounds=rounds, warmup=2)
+  forward = blocking(logprobs, steps["a3po"].state.params, steps["a3po"].batch)
+  batch = steps["a3po"].batch
+  mix = blocking(jax.jit(proximal_logprobs), forward(), batch.rollout_logprobs, batch.staleness)
+  sources = interleave({"mix": mix, "forward": forward}, rounds=rounds, min_seconds=0.05)
   shared = {"measure": "policy step, 15.5M MoE, 4096 tokens", "ours": timings.median("a3po")}
   recomputed = timings.ratio("recompute", "a3po")
   return [
@@ -105,6 +110,11 @@ def _a3po_rows(rounds: int) -> list[Row]:
       "12", **shared | {"measure": "A-3PO step / DIS step"}, unit="s",
       peer="DIS", theirs=timings.median("dis"), ratio=timings.ratio("a3po", "dis"),
       must=1.05, excellent=1.01,
+    ),
+    Row(
+      "12", "A-3PO's interpolation / recomputed forward", sources.median("mix"),
+      peer="forward", theirs=sources.median("forward"), ratio=sources.ratio("mix", "forward"),
+      must=0.01,
     ),
   ]  # fmt: skip
 

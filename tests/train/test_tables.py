@@ -111,7 +111,14 @@ def test_what_was_not_finite_is_said_and_not_passed_over():
 
 
 def test_a_metric_that_no_run_has_is_named():
-  for measure in (tables.final, tables.mean, tables.last, tables.largest, tables.median, tables.per_second):
+  for measure in (
+    tables.final,
+    tables.mean,
+    tables.last,
+    tables.largest,
+    tables.median,
+    tables.per_second,
+  ):
     wrong = results(columns={"greedy": measure("eval/greedy")}, compared="greedy")
     with pytest.raises(RunFailed, match=r"sao d=0, seed 0: the run has no metric 'eval/greedy'"):
       tables.markdown(wrong, "", "")
