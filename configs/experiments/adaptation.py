@@ -53,7 +53,12 @@ def get_experiment() -> Experiment:
       **{f"steps to recover in phase {i + 1}": steps_to_recover(i) for i in range(1, PHASES)},
     },
     baseline="mean-128",
-    compared="reward",
+    compared=(
+      "reward in phase 2",
+      "reward in phase 3",
+      "steps to recover in phase 2",
+      "steps to recover in phase 3",
+    ),
     curves=(
       REWARD,
       "episode/style_cute",

@@ -30,7 +30,7 @@ def get_experiment() -> Experiment:
       "held-out reward": final("eval/sampled"),
     },
     baseline="K=1",
-    compared="explained variance",
+    compared=("explained variance",),
     curves=("critic/explained_variance", "critic/loss", "episode/reward"),
     small=SMALL,
   )

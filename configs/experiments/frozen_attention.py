@@ -31,7 +31,7 @@ def get_experiment() -> Experiment:
       "held-out reward": final("eval/sampled"),
     },
     baseline="nothing frozen",
-    compared="gradient norm",
+    compared=("gradient norm",),
     curves=("critic/grad_norm", "critic/explained_variance", "episode/reward"),
     small=SMALL,
   )

@@ -39,7 +39,7 @@ def get_experiment() -> Experiment:
       "entropy, last quarter": last("policy/entropy"),
     },
     baseline="sao d=0",
-    compared="held-out reward",
+    compared=("held-out reward",),
     curves=("episode/reward", "loss/masked", "policy/entropy", "ratio/kl"),
     changes={"num_steps": 80},
     small=SMALL,

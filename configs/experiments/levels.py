@@ -25,7 +25,7 @@ def get_experiment() -> Experiment:
       "mean size of an advantage": mean("advantage/abs"),
     },
     baseline="token",
-    compared="held-out reward",
+    compared=("held-out reward", "explained variance"),
     curves=("episode/reward", "critic/explained_variance"),
     small=SMALL,
   )

@@ -29,7 +29,7 @@ def get_experiment() -> Experiment:
       "held-out reward": final("eval/sampled"),
     },
     baseline="sao float32",
-    compared="held-out reward",
+    compared=("held-out reward",),
     curves=("ratio/mean_gap_fresh", "loss/masked", "episode/reward"),
     changes={"rollout.max_staleness": 0},
     small=SMALL,

@@ -33,7 +33,7 @@ def get_experiment() -> Experiment:
       "held-out reward": final("eval/sampled"),
     },
     baseline="recompute",
-    compared="held-out reward",
+    compared=("held-out reward", "seconds a step"),
     curves=("episode/reward", "loss/masked", "time/step"),
     small=SMALL,
   )

@@ -45,13 +45,16 @@ def get_experiment() -> Experiment:
     columns={
       "sampled tokens a second": per_second("batch/action_tokens"),
       "used slots": mean("engine/slot_use"),
+      "engine busy": mean("time/engine_busy"),
+      "trainer busy": mean("time/trainer_busy"),
       "seconds from finish to training": mean("queue/wait_mean"),
       "staleness": mean("staleness/mean"),
       "tokens of a reply": mean("episode/actions"),
     },
     baseline="sync",
-    compared="sampled tokens a second",
+    compared=("sampled tokens a second",),
     curves=("engine/slot_use", "throughput/tokens_per_second"),
+    learns=False,
     changes=WORK,
     small={"num_steps": 4, "batch_size": 16},
   )

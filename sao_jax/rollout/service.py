@@ -73,7 +73,7 @@ class RolloutService:
       model = dataclasses.replace(model, compute_dtype=config.rollout.compute_dtype)
     view = jax.jit(lambda p: decode_view(p, model))
     # The engine decodes on one device, wherever the trainer's parameters are.
-    where = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    where = jax.sharding.make_single_device_sharding(jax.local_devices()[0])
     self.store = WeightStore(params, version, transform=view, sharding=where)
     self.engine = RolloutEngine(model, config.rollout, self.store, pad_id=chat.pad_id)
     self.sandbox = make_sandbox(config.sandbox)

@@ -71,9 +71,10 @@ class Experiment:
     question: what the table answers; its caption.
     arms: rows of the table.
     columns: title → number of one run, from the rows of its metrics.jsonl (``tables`` has some).
-    baseline: the arm that all others are compared with, seed by seed, in the column ``compared``.
-    compared: one of ``columns``.
+    baseline: the arm that all others are compared with, seed by seed, in the columns ``compared``.
+    compared: some of ``columns``.
     curves: metrics that the figure draws.
+    learns: whether the table and the figure also show reward at equal tokens and equal time.
     seeds: of each arm.
     changes: of every arm, before its own.
     small: changes for ``--small``, after the arm's own, but for those of a stage that the arm does
@@ -85,8 +86,9 @@ class Experiment:
   arms: tuple[Arm, ...]
   columns: Mapping[str, Callable[[Sequence[Mapping[str, Any]]], float]]
   baseline: str
-  compared: str
+  compared: tuple[str, ...]
   curves: tuple[str, ...] = ("episode/reward",)
+  learns: bool = True
   seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
   changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   small: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -152,10 +154,13 @@ def read(path: str) -> Experiment:
     raise ConfigError(f"{path}: two arms have the same name, or folder: {', '.join(names)}")
   if experiment.baseline not in names:
     raise ConfigError(f"{path}: baseline = {experiment.baseline!r} is none of {', '.join(names)}")
-  if experiment.compared not in experiment.columns:
+  if isinstance(experiment.compared, str):
     raise ConfigError(
-      f"{path}: compared = {experiment.compared!r} is none of {', '.join(experiment.columns)}"
+      f"{path}: compared = {experiment.compared!r} is one string: write a tuple of columns"
     )
+  for title in experiment.compared:
+    if title not in experiment.columns:
+      raise ConfigError(f"{path}: compared = {title!r} is none of {', '.join(experiment.columns)}")
   return experiment
 
 
@@ -335,5 +340,10 @@ def collect(experiment: Experiment, every: Sequence[Cell], failures: Mapping[str
   if not any(found.values()):
     raise RunFailed(f"no run came to its end; the first said: {next(iter(failures.values()))}")
   return Results(
-    found, experiment.columns, experiment.baseline, experiment.compared, dict(failures)
+    found,
+    experiment.columns,
+    experiment.baseline,
+    experiment.compared,
+    dict(failures),
+    experiment.learns,
   )

@@ -104,15 +104,16 @@ class Results:
   Args:
     runs: arm → seed → rows.
     columns: title → number of one run.
-    baseline, compared: see ``experiment.Experiment``.
+    baseline, compared, learns: see ``experiment.Experiment``.
     failures: run → its last words.
   """
 
   runs: Mapping[str, Mapping[int, Sequence[Row]]]
   columns: Mapping[str, Measure]
   baseline: str
-  compared: str
+  compared: Sequence[str]
   failures: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  learns: bool = True
 
   def values(self, arm: str, measure: Measure) -> dict[int, float]:
     """By seed; raises RunFailed naming the run that lacks what a column is made of."""
@@ -130,6 +131,8 @@ class Results:
 
   def all_columns(self) -> dict[str, Measure]:
     """The experiment's, and reward at the budget of tokens and of time that all runs share."""
+    if not self.learns:
+      return dict(self.columns)
     tokens, seconds = self.budget(TOKENS), self.budget(SECONDS)
     return {
       **self.columns,
@@ -137,9 +140,9 @@ class Results:
       f"reward at {seconds:.3g} s of RL": at_budget(SECONDS, seconds),
     }
 
-  def difference(self, arm: str) -> np.ndarray:
-    """compared(arm) − compared(baseline) of each seed that both have."""
-    measure = self.columns[self.compared]
+  def difference(self, arm: str, title: str) -> np.ndarray:
+    """The column's number of the arm minus the baseline's, of each seed that both have."""
+    measure = self.columns[title]
     ours, theirs = self.values(arm, measure), self.values(self.baseline, measure)
     return np.array([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
 
@@ -188,24 +191,25 @@ def interval(values: Sequence[float]) -> str:
 def _number(x: float) -> str:
   if 0 < abs(x) < 0.01:
     return f"{x:.2g}"
-  return f"{x:.3f}" if abs(x) < 100 else f"{x:,.0f}"
+  return f"{x:.3f}" if abs(x) < 10 else f"{x:.1f}" if abs(x) < 100 else f"{x:,.0f}"
 
 
 def markdown(results: Results, question: str, command: str) -> str:
   """The table, with what made it."""
   columns = results.all_columns()
-  against = f"{results.compared}, minus {results.baseline}"
-  lines = ["arm", "runs", *columns, against]
+  against = [f"{title}, minus {results.baseline}" for title in results.compared]
+  lines = ["arm", "runs", *columns, *against]
   table = ["| " + " | ".join(lines) + " |", "|" + "---|" * len(lines)]
   for arm, runs in results.runs.items():
     lost = sum(name.startswith(f"{arm}, seed") for name in results.failures)
     cells = [arm, f"{len(runs)}" + (f" of {len(runs) + lost}" if lost else "")]
     cells += [interval(list(results.values(arm, f).values())) for f in columns.values()]
-    difference = results.difference(arm)
-    if arm == results.baseline:
-      cells.append("0")
-    else:
-      cells.append(interval(difference.tolist()) if len(difference) else "no seed to compare")
+    for title in results.compared:
+      difference = results.difference(arm, title)
+      if arm == results.baseline:
+        cells.append("0")
+      else:
+        cells.append(interval(difference.tolist()) if len(difference) else "no seed to compare")
     table.append("| " + " | ".join(cells) + " |")
   seeds = sorted({seed for runs in results.runs.values() for seed in runs})
   notes = [
@@ -221,7 +225,7 @@ def markdown(results: Results, question: str, command: str) -> str:
 
 
 def draw(results: Results, curves: Sequence[str], path: str | os.PathLike[str]) -> None:
-  """Curves over steps, and reward over sampled tokens and over time, as a PNG.
+  """Curves over steps and, of runs that learn, reward over sampled tokens and time, as a PNG.
 
   A line is the mean over seeds, smoothed over a tenth of the run; its band spans the seeds.
   """
@@ -229,7 +233,8 @@ def draw(results: Results, curves: Sequence[str], path: str | os.PathLike[str]) 
   from matplotlib.figure import Figure
 
   panels: list[tuple[str, str, str | None]] = [(name, "step", None) for name in curves]
-  panels += [(REWARD, "thousand sampled tokens", TOKENS), (REWARD, "seconds of RL", SECONDS)]
+  if results.learns:
+    panels += [(REWARD, "thousand sampled tokens", TOKENS), (REWARD, "seconds of RL", SECONDS)]
   wide = min(3, len(panels))
   tall = -(-len(panels) // wide)
   figure = Figure(figsize=(4.6 * wide, 3.4 * tall + 0.4), dpi=130, layout="constrained")

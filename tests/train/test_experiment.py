@@ -29,7 +29,7 @@ def get_experiment():
     arms=(Arm("a", tiny), Arm("b", tiny, {{"critic.lr": 2e-3}})),
     columns={{"held-out reward": final("eval/sampled")}},
     baseline="a",
-    compared="held-out reward",
+    compared=("held-out reward",),
     changes={{"num_steps": 3, "evaluate.greedy": False}},
   )
 """
@@ -160,7 +160,8 @@ def test_ctrl_c_ends_the_run_that_runs_and_begins_no_other(tmp_path, heeded_ctrl
     ('name="two"', 'name="one/two"', "'one/two' names a folder or file: leave slashes out"),
     ("tiny = ", "1 / 0; tiny = ", "line 6: ZeroDivisionError: division by zero"),
     ('baseline="a"', 'baseline="c"', "baseline = 'c' is none of a, b"),
-    ('compared="held-out', 'compared="held', "compared = 'held reward' is none of held-out"),
+    ('compared=("held-out', 'compared=("held', "compared = 'held reward' is none of held-out"),
+    ('("held-out reward",)', '"held-out reward"', "is one string: write a|parameter 'compared'"),
     ('"critic.lr"', '"critc.lr"', r"critic\.lr"),
   ],
 )

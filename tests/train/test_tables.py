@@ -30,7 +30,7 @@ def results(**changes):
   }
   columns = {"held-out reward": tables.final("eval/sampled")}
   return Results(**{"runs": runs, "columns": columns, "baseline": "sao d=0",
-                    "compared": "held-out reward"} | changes)  # fmt: skip
+                    "compared": ["held-out reward"]} | changes)  # fmt: skip
 
 
 def test_measures_leave_out_what_is_before_training():
@@ -73,9 +73,11 @@ def test_a_first_step_that_compiles_costs_no_time():
 
 def test_differences_are_paired_by_seed():
   found = results()
-  np.testing.assert_allclose(found.difference("grpo d=0"), [0.25 - 1.0, 0.25 - 0.5])
+  np.testing.assert_allclose(
+    found.difference("grpo d=0", "held-out reward"), [0.25 - 1.0, 0.25 - 0.5]
+  )
   lost = {**found.runs, "grpo d=0": {1: found.runs["grpo d=0"][1]}}
-  np.testing.assert_allclose(results(runs=lost).difference("grpo d=0"), [-0.25])
+  np.testing.assert_allclose(results(runs=lost).difference("grpo d=0", "held-out reward"), [-0.25])
 
 
 def test_the_table_has_no_empty_cell_and_names_what_failed():
@@ -91,6 +93,28 @@ def test_the_table_has_no_empty_cell_and_names_what_failed():
   assert "Failed: grpo d=0, seed 2: sao-jax: 6 updates in a row were not finite" in text
 
 
+def test_several_columns_may_be_compared():
+  found = results(
+    columns={"held-out reward": tables.final("eval/sampled"), "tokens": tables.mean(tables.TOKENS)},
+    compared=["held-out reward", "tokens"],
+  )
+  head, _, sao, grpo = (
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in tables.markdown(found, "", "").splitlines()
+    if line.startswith("|")
+  )
+  assert head[-2:] == ["held-out reward, minus sao d=0", "tokens, minus sao d=0"]
+  assert sao[-2:] == ["0", "0"]
+  assert grpo[-2:] == ["-0.500 [-0.750, -0.250]", "5.000 [0.000, 10.0]"]
+
+
+def test_runs_that_learn_nothing_have_no_views_of_reward():
+  found = results(learns=False)
+  assert list(found.all_columns()) == ["held-out reward"]
+  assert "sampled tokens" not in tables.markdown(found, "", "")
+  assert set(found.plain()["runs"][0]) == {"arm", "seed", "held-out reward"}
+
+
 def test_one_seed_makes_no_claim():
   one = {arm: {0: runs[0]} for arm, runs in results().runs.items()}
   text = tables.markdown(results(runs=one), "Who wins?", "x")
@@ -104,7 +128,7 @@ def test_what_was_not_finite_is_said_and_not_passed_over():
   assert np.isnan(tables.final("policy/loss")(run))
   assert tables.interval([0.25, float("nan")]) == "not finite"
   broken = results(
-    runs={"sao d=0": {0: run}}, columns={"loss": tables.last("policy/loss")}, compared="loss"
+    runs={"sao d=0": {0: run}}, columns={"loss": tables.last("policy/loss")}, compared=["loss"]
   )
   assert "| not finite |" in tables.markdown(broken, "", "")
   assert broken.plain()["runs"][0]["loss"] is None
@@ -119,7 +143,7 @@ def test_a_metric_that_no_run_has_is_named():
     tables.median,
     tables.per_second,
   ):
-    wrong = results(columns={"greedy": measure("eval/greedy")}, compared="greedy")
+    wrong = results(columns={"greedy": measure("eval/greedy")}, compared=["greedy"])
     with pytest.raises(RunFailed, match=r"sao d=0, seed 0: the run has no metric 'eval/greedy'"):
       tables.markdown(wrong, "", "")
 
