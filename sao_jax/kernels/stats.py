@@ -5,6 +5,7 @@ KL estimators are per token, for tokens sampled from the first policy
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 
@@ -23,8 +24,9 @@ def whitened(
   x: Float[Array, "*n"], mask: Bool[Array, "*n"], eps: float = 1e-6
 ) -> Float[Array, "*n"]:
   """(x - mean) / (std + eps) over the mask, population std; 0 off the mask."""
-  # Bytes widen to floats sooner than to integers on CPU; a row's count is exact below 2**24.
-  count = jnp.maximum(mask.astype(jnp.float32).sum(-1).sum(), 1.0)
+  # Columns are counted in the narrowest integers that hold the count: on CPU most cost is widening.
+  columns = mask.sum(0, dtype=np.min_scalar_type(mask.shape[0]))
+  count = jnp.maximum(columns.astype(jnp.float32).sum(), 1.0)
   mean = jnp.where(mask, x, 0.0).sum() / count
   centred = jnp.where(mask, x - mean, 0.0)
   std = jnp.sqrt(jnp.square(centred).sum() / count)
