@@ -61,8 +61,9 @@ def test_a_long_asynchronous_run_does_not_grow(tmp_path):
   for name in ("threads", "descriptors"):
     first, *_, last = np.array_split([getattr(s, name) for s in settled], 4)
     print(f"{name} {min(first)}–{max(first)} → {min(last)}–{max(last)}")
-    # A save under way has some of its own, and pools start their few threads when they first need
-    # them; one kept for each of the saves or evaluations would be more.
+    # A save under way has some of its own, so a sample is high now and then: the largest says when it
+    # was taken. What is kept, one for each save or evaluation, lifts the lowest and the median. Pools
+    # start their few threads when they first need them.
     assert min(last) <= min(first) + 4
-    assert max(last) <= max(first) + 16
+    assert np.median(last) <= np.median(first) + 8
   assert slope * steps < 0.05 * settled[0].rss_mb + 5
